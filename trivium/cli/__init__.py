@@ -1,0 +1,79 @@
+"""The command line: one small file a verb, which parses and calls.
+
+A verb imports what it needs when it runs, so that `trivium --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import trivium
+from trivium.cli import cost, doctor, generate, quickstart
+
+
+class OneLineErrors(TyperGroup):
+    """What is wrong with a user's input, file or disk is one line on stderr, not a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # The reader, such as `head`, has gone. Python would complain again when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            if ctx.params["debug"]:
+                raise
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+        except (ValueError, OSError, ArithmeticError) as error:
+            if ctx.params["debug"]:
+                raise
+            message = " ".join(str(error).split()) or type(error).__name__
+            typer.echo(f"error: {message}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(quickstart.quickstart)
+app.command()(generate.generate)
+app.add_typer(cost.app, name="cost")
+app.command()(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trivium {trivium.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def trivium_(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error. May stand behind the verb, too.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """The whole Kimi K3 system: train one of your own, run it, look into it.
+
+    Begin with `trivium quickstart`.
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 something was wrong, 2 wrong usage, 130 interrupted."""
+    app(_debug_first(sys.argv[1:] if arguments is None else arguments), prog_name="trivium")
+
+
+def _debug_first(arguments: list[str]) -> list[str]:
+    """--debug behind a verb is the same option as before it; behind a bare -- it is an argument like any other."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    rest = [argument for argument in arguments[:end] if argument != "--debug"]
+    return ["--debug"] * (len(rest) < end) + rest + arguments[end:]

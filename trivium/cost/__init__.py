@@ -1,0 +1,1 @@
+"""Arithmetic on a config that you could do on paper. No torch."""

@@ -1,0 +1,1 @@
+"""Documents to `Batch`: source, split, pack."""

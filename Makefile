@@ -1,0 +1,41 @@
+# Everything is set up by itself in .venv: `make test`, `make quickstart MINUTES=4`, `make lint`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MINUTES ?= 4
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: test quickstart lint FORCE
+.DELETE_ON_ERROR:
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n 2
+
+quickstart: $(VENV)/installed
+	$(BIN)/trivium quickstart --minutes $(MINUTES)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+# Done once, and again when pyproject.toml or the wanted torch changes.
+$(VENV)/installed: pyproject.toml $(VENV)/torch
+	@$(PYTHON) -c 'import sys' 2>/dev/null || \
+		{ echo "make: cannot run '$(PYTHON)': name a Python 3.11 to 3.13, as in 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "make: trivium needs Python 3.11 to 3.13, '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | cut -d' ' -f2):" \
+		"name another, as in 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: '$(PYTHON)' cannot make a virtual environment, it lacks venv or ensurepip:" \
+		"install them (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+$(VENV)/torch: FORCE
+	@mkdir -p $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+FORCE:

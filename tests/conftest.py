@@ -1,0 +1,13 @@
+"""What holds for every test: two test processes share two cores, and an example found by chance is found again."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+# With a second test process beside this one, a second thread only waits for its core.
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)
+
+settings.register_profile("trivium", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("trivium")

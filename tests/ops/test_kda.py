@@ -1,0 +1,319 @@
+"""KDA's laws: the chunk form is the recurrence, the recurrence is the delta rule, and nothing leaks."""
+
+import math
+
+import pytest
+import torch
+
+from trivium.ops.backend import use_backend
+from trivium.ops.kda import kda, kda_chunk_terms, kda_gate, kda_recurrent, l2_norm
+from trivium.ops.rows import Rows
+
+H, K, V = 2, 32, 24  # K and V differ, so that a transposed state cannot pass
+NAMES = ("o", "state", "q", "k", "v", "decay_in", "beta_in", "A_log", "dt_bias", "state_in")
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 257]  # both sides of a tile of 16 and of a chunk of 64
+
+
+def inputs(lengths, *, seed=0, gate_at=-4.0, past=(), **changes):
+    """Raw float64 inputs with a state; dt_bias near `gate_at` sets how much is forgotten."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = Rows.of(lengths, past=past)
+    T = rows.num_tokens
+    case = {
+        "q": normal(T, H, K),
+        "k": normal(T, H, K),
+        "v": normal(T, H, V),
+        "decay_in": normal(T, H, K),
+        "beta_in": normal(T, H),
+        "A_log": 0.3 * normal(H),
+        "dt_bias": normal(H, K) + gate_at,
+        "state": normal(rows.num_sequences, H, K, V),
+    }
+    return case | changes, rows
+
+
+def run(case, rows, dtype=torch.float32, backend="torch", **options):
+    """Outputs and the gradients of a fixed random sum of them, by name."""
+    leaves = [x.to(dtype).requires_grad_() for x in case.values()]
+    with use_backend(backend):
+        outputs = kda(*leaves[:7], rows, leaves[7], **options)
+    generator = torch.Generator().manual_seed(7)
+    loss = sum((x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in outputs)
+    return dict(zip(NAMES, (*outputs[:2], *torch.autograd.grad(loss, leaves)), strict=True))
+
+
+def error(got, want):
+    return float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp_min(1e-300))
+
+
+def parallel_keys(T, noise):
+    generator = torch.Generator().manual_seed(5)
+    one = torch.randn(1, H, K, generator=generator, dtype=torch.float64)
+    return one + noise * torch.randn(T, H, K, generator=generator, dtype=torch.float64)
+
+
+def in_turn(T):
+    """Channels that forget in turn: at each token one half of them is at the bound, the other keeps all."""
+    half_TK = (torch.arange(T)[:, None] + torch.arange(K)[None]) % 2 == 0
+    return torch.where(half_TK[:, None].expand(T, H, K), 60.0, -60.0).double()
+
+
+REGIMES = {
+    "ordinary": lambda T: {},
+    "slow": lambda T: {"dt_bias": torch.full((H, K), -8.0, dtype=torch.float64)},
+    "gate at the bound": lambda T: {"decay_in": torch.full((T, H, K), 40.0, dtype=torch.float64)},
+    "gate near the bound": lambda T: {"dt_bias": torch.full((H, K), 8.0, dtype=torch.float64)},
+    "gate open": lambda T: {"decay_in": torch.full((T, H, K), -60.0, dtype=torch.float64)},
+    "one key, beta .98, no decay": lambda T: {
+        "k": parallel_keys(T, 0.0),
+        "beta_in": torch.full((T, H), math.log(0.98 / 0.02), dtype=torch.float64),
+        "decay_in": torch.full((T, H, K), -60.0, dtype=torch.float64),
+    },
+    "nearly one key, beta .98, no decay": lambda T: {
+        "k": parallel_keys(T, 0.05),
+        "beta_in": torch.full((T, H), math.log(0.98 / 0.02), dtype=torch.float64),
+        "decay_in": torch.full((T, H, K), -60.0, dtype=torch.float64),
+    },
+    "channels forget in turn": lambda T: {"decay_in": in_turn(T), "dt_bias": torch.zeros(H, K, dtype=torch.float64)},
+}
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("T", LENGTHS)
+def test_chunks_equal_the_recurrence(T, regime):
+    case, rows = inputs([T], seed=T, **REGIMES[regime](T))
+    want = run(case, rows, torch.float64, "reference")
+    exact = run(case, rows, torch.float64)
+    single = run(case, rows, torch.float32)
+    for name in NAMES:
+        if want[name].norm() < 1e-9 * T:  # a gradient that only rounding keeps from 0 has no relative error
+            assert single[name].isfinite().all() and single[name].norm() < 1e-4
+            continue
+        assert error(exact[name], want[name]) < 1e-11, name
+        # Of the gate's parameters at the bound: sums over tokens of what is left of exp(-5) after cancelling.
+        bound = 1e-4 if name in ("decay_in", "A_log", "dt_bias") and regime != "ordinary" else 1e-5
+        assert error(single[name], want[name]) < bound, (name, error(single[name], want[name]))
+
+
+def test_packed_sequences_equal_the_recurrence_with_their_maps():
+    case, rows = inputs([5, 0, 70, 16, 130])
+    with use_backend("reference"):
+        want = kda(*list(case.values())[:7], rows, case["state"], with_map=True)
+    got = kda(*list(case.values())[:7], rows, case["state"], with_map=True)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < 1e-12
+    _, state, A, B = got
+    torch.testing.assert_close(A @ case["state"] + B, state)  # S_out = A S_in + B, an empty sequence's A is I
+    torch.testing.assert_close(A[1], torch.eye(K, dtype=A.dtype).expand(H, K, K))
+
+
+def test_maps_of_two_segments_compose():
+    case, rows = inputs([100])
+    first = {name: x[:37] if x.shape[0] == 100 else x for name, x in case.items()}
+    second = {name: x[37:] if x.shape[0] == 100 else x for name, x in case.items()}
+    maps = [kda(*list(part.values())[:7], Rows.one(n), with_map=True)[2:] for part, n in ((first, 37), (second, 63))]
+    (A1, B1), (A2, B2) = maps
+    _, state = kda(*list(case.values())[:7], rows, case["state"])
+    torch.testing.assert_close(A2 @ (A1 @ case["state"] + B1) + B2, state)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("lengths", [[3], [70], [2, 0, 65]])
+def test_gradients_are_those_of_finite_differences(lengths, backend):
+    case, rows = inputs(lengths, gate_at=-1.0)
+    leaves = [x[..., :3] if x.shape[-1] in (K, V) else x for x in case.values()]
+    leaves[7] = leaves[7][:, :, :3]
+    leaves = [x.contiguous().requires_grad_() for x in leaves]
+    with use_backend(backend):
+        assert torch.autograd.gradcheck(lambda *x: kda(*x[:7], rows, x[7]), leaves, fast_mode=True)
+
+
+def test_the_step_is_a_gradient_step_on_the_miss():
+    # S <- S - beta * d/dS of 1/2 |S^T k - v|^2, taken at the decayed state
+    case, rows = inputs([1])
+    k, g = l2_norm(case["k"]), kda_gate(case["decay_in"], case["A_log"], case["dt_bias"])
+    beta = case["beta_in"].sigmoid()
+    decayed = (case["state"][0] * g[0].exp()[..., None]).requires_grad_()
+    miss = 0.5 * (torch.einsum("hkv,hk->hv", decayed, k[0]) - case["v"][0]).square().sum()
+    (gradient,) = torch.autograd.grad(miss, decayed)
+    _, state = kda(*list(case.values())[:7], rows, case["state"])
+    torch.testing.assert_close(state[0], decayed - beta[0][:, None, None] * gradient)
+
+
+def test_full_beta_with_a_unit_key_replaces_and_zero_beta_keeps():
+    case, rows = inputs([1])
+    k = case["k"] / case["k"].norm(dim=-1, keepdim=True)
+    no_decay = torch.zeros(1, H, K, dtype=torch.float64)
+    ones = torch.ones(1, H, dtype=torch.float64)
+    _, stored = kda_recurrent(k, k, case["v"], no_decay, ones, rows, case["state"])
+    torch.testing.assert_close(torch.einsum("hkv,hk->hv", stored[0], k[0]), case["v"][0])
+    _, erased = kda_recurrent(k, k, torch.zeros_like(case["v"]), no_decay, ones, rows, stored)
+    _, never = kda_recurrent(k, k, torch.zeros_like(case["v"]), no_decay, ones, rows, case["state"])
+    torch.testing.assert_close(erased, never)  # whatever v was stored under k is gone
+    _, kept = kda_recurrent(k, k, case["v"], no_decay, 0 * ones, rows, case["state"])
+    assert torch.equal(kept, case["state"])
+
+
+def test_two_channels_by_hand():
+    # One head, K = 2, V = 1, S = (2, 4), decay (1/2, 1), k = (1, 0), beta = 1/2, v = 3:
+    # decayed (1, 4); read 1; miss 2; write 1/2 * 2 under k: (2, 4); q = (1, 1) reads 6.
+    rows = Rows.one(1)
+    double = {"dtype": torch.float64}
+    o, state = kda_recurrent(
+        torch.tensor([[[1.0, 1.0]]], **double),
+        torch.tensor([[[1.0, 0.0]]], **double),
+        torch.tensor([[[3.0]]], **double),
+        torch.tensor([[[math.log(0.5), 0.0]]], **double),
+        torch.tensor([[0.5]], **double),
+        rows,
+        torch.tensor([[[[2.0], [4.0]]]], **double),
+    )
+    torch.testing.assert_close(state.flatten(), torch.tensor([2.0, 4.0], **double))
+    torch.testing.assert_close(o.flatten(), torch.tensor([6.0], **double))
+
+
+def test_the_gate_by_hand():
+    # g = -5 sigmoid(exp(A_log) (z + dt_bias)): A_log ln 2, z 1, dt_bias -1 -> -2.5; z 2 -> -5 sigmoid(2)
+    g = kda_gate(torch.tensor([[[1.0, 2.0]]]), torch.tensor([math.log(2)]), torch.tensor([[-1.0, -1.0]]))
+    torch.testing.assert_close(g.flatten(), torch.tensor([-2.5, -5 / (1 + math.exp(-2))]))
+
+
+def test_published_terms_are_those_of_the_recurrence():
+    C = 20
+    case, rows = inputs([C])
+    q, k = l2_norm(case["q"]) * K**-0.5, l2_norm(case["k"])
+    g, beta = kda_gate(case["decay_in"], case["A_log"], case["dt_bias"]), case["beta_in"].sigmoid()
+    o, state = kda_recurrent(q, k, case["v"], g, beta, rows, case["state"])
+    for h in range(H):
+        terms = kda_chunk_terms(q[:, h], k[:, h], case["v"][:, h], g[:, h], beta[:, h], case["state"][0, h])
+        torch.testing.assert_close(terms.O, o[:, h])
+        torch.testing.assert_close(terms.S, state[0, h])
+        torch.testing.assert_close(terms.W, terms.M @ (terms.Gamma * k[:, h]))
+        inverse = torch.linalg.inv(torch.eye(C, dtype=torch.float64) + terms.A_kk) @ torch.diag(beta[:, h])
+        torch.testing.assert_close(terms.M, inverse)
+
+
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
+def test_a_later_token_changes_no_earlier_bit(T):
+    case, rows = inputs([200])
+    single = [x.float() for x in case.values()]
+    whole, _ = kda(*single[:7], rows, single[7])
+    head = [x[:T] if x.shape[0] == 200 else x for x in single]
+    alone, _ = kda(*head[:7], Rows.one(T), head[7])
+    assert torch.equal(alone, whole[:T])
+    changed = [torch.cat([x[:T], 100 * torch.randn_like(x[T:])]) if x.shape[0] == 200 else x for x in single]
+    assert torch.equal(kda(*changed[:7], rows, changed[7])[0][:T], whole[:T])
+
+
+@pytest.mark.parametrize("cut", [1, 16, 37, 64, 99])
+def test_any_cut_with_the_state_carried_equals_the_whole(cut):
+    case, rows = inputs([100])
+    single = [x.float() for x in case.values()]
+    want_o, want_state = kda(*single[:7], rows, single[7])
+    head = [x[:cut] if x.shape[0] == 100 else x for x in single]
+    tail = [x[cut:] if x.shape[0] == 100 else x for x in single]
+    o1, state = kda(*head[:7], Rows.one(cut), head[7])
+    o2, state = kda(*tail[:7], Rows.one(100 - cut, past=cut), state)
+    torch.testing.assert_close(torch.cat([o1, o2]), want_o, rtol=1e-5, atol=1e-5)  # float32, other chunks
+    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-5)
+
+
+def test_decode_equals_prefill():
+    case, rows = inputs([70, 70], past=())
+    single = [x.float() for x in case.values()]
+    want, want_state = kda(*single[:7], rows, single[7])
+    state, got = single[7], []
+    for t in range(70):
+        token = [x[[t, 70 + t]] if x.shape[0] == 140 else x for x in single]
+        o, state = kda(*token[:7], Rows.of([1, 1], past=(t, t)), state)
+        got.append(o)
+    torch.testing.assert_close(torch.stack(got, 1).flatten(0, 1), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_leaves_sequences_without_a_token_alone():
+    case, rows = inputs([1, 0, 1], past=(4, 9, 2))
+    got = kda(*list(case.values())[:7], rows, case["state"])
+    with use_backend("reference"):
+        want = kda(*list(case.values())[:7], rows, case["state"])
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got[1][1], case["state"][1])
+
+
+def test_packed_equals_alone_bit_for_bit():
+    lengths = [5, 0, 70, 16, 130]
+    case, rows = inputs(lengths)
+    single = [x.float() for x in case.values()]
+    packed, states = kda(*single[:7], rows, single[7])
+    for s, length in enumerate(lengths):
+        own = slice(rows.starts[s], rows.starts[s + 1])
+        part = [x[own] if x.shape[0] == rows.num_tokens else x for x in single]
+        o, state = kda(*part[:7], Rows.one(length), single[7][s : s + 1])
+        assert torch.equal(o, packed[own])
+        assert torch.equal(state[0], states[s])
+
+
+def test_backward_keeps_tokens_and_one_state_a_chunk():
+    T = 640
+    case, rows = inputs([T])
+    leaves = [x.float().requires_grad_() for x in case.values()]
+    saved = {}
+
+    def pack(x):
+        saved[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kda(*leaves[:7], rows, leaves[7])
+    per_token = H * (3 * K + V + 1 + V)  # the inputs, and each token's new value
+    assert sum(saved.values()) <= T * per_token + (T // 64) * H * K * V + H * K + H
+
+
+def test_nothing_is_kept_or_allocated_per_chunk_without_gradients():
+    case, rows = inputs([64])
+    out, _ = kda(*[x.requires_grad_() for x in list(case.values())[:7]], rows, case["state"])
+    assert out.grad_fn is not None
+    with torch.no_grad():
+        out, _ = kda(*list(case.values())[:7], rows, case["state"])
+    assert out.grad_fn is None
+
+
+def test_no_tokens():
+    case, rows = inputs([0, 0])
+    o, state = kda(*list(case.values())[:7], rows, case["state"])
+    assert o.shape == (0, H, V) and torch.equal(state, case["state"])
+
+
+def test_bfloat16_inputs_keep_a_float32_state():
+    case, rows = inputs([70])
+    half = [x.to(torch.bfloat16) for x in case.values()]
+    o, state = kda(*half[:5], *(x.float() for x in half[5:7]), rows)
+    assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
+    wide = [x.double() for x in half]
+    want, _ = kda(*wide[:7], rows)
+    assert error(o, want) < 4e-3  # one rounding to 8 bits
+
+
+def test_wrong_shapes_and_bounds_are_named():
+    case, rows = inputs([4])
+    args = list(case.values())
+    with pytest.raises(ValueError, match=r"kda: v wants shape \(4, 2, 24\), got \(3, 2, 24\)"):
+        kda(*args[:2], args[2][:3], *args[3:7], rows)
+    with pytest.raises(ValueError, match=r"kda: state wants shape \(1, 2, 32, 24\), got \(1, 2, 24, 32\)"):
+        kda(*args[:7], rows, args[7].transpose(2, 3))
+    with pytest.raises(ValueError, match=r"kda: lower_bound -6.0 is outside \[-5.8, 0\)"):
+        kda(*args[:7], rows, lower_bound=-6.0)
+    with pytest.raises(ValueError, match="rows hold 3 tokens, q holds 4"):
+        kda(*args[:7], Rows.one(3))
+
+
+def test_the_lowest_bound_allowed_is_finite():
+    case, rows = inputs([64], decay_in=torch.full((64, H, K), 60.0, dtype=torch.float64))
+    got = run(case, rows, torch.float32, lower_bound=-5.8)
+    want = run(case, rows, torch.float64, "reference", lower_bound=-5.8)
+    assert all(x.isfinite().all() for x in got.values())
+    assert error(got["o"], want["o"]) < 1e-5

@@ -1,0 +1,48 @@
+"""Gated multi-head latent attention without positions (spec c.4)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trivium.config import K3Config
+from trivium.model.layers import Linear, RMSNorm
+from trivium.model.state import MlaState
+from trivium.ops.attention import latent_attention
+from trivium.ops.rows import Rows, Tile
+
+# Of the two latents' norms: the released code leaves its default here, and not rms_norm_eps.
+LATENT_NORM_EPS = 1e-6
+
+
+class GatedMla(nn.Module):
+    def __init__(self, config: K3Config) -> None:
+        super().__init__()
+        mla, D = config.mla, config.hidden_size
+        self.config = mla
+        self.q_a_proj = Linear(D, mla.q_lora_rank)
+        self.q_a_layernorm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS)
+        self.q_b_proj = Linear(mla.q_lora_rank, mla.num_heads * mla.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(D, mla.kv_lora_rank + mla.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim))
+        self.g_proj = Linear(D, mla.num_heads * mla.v_head_dim)
+        self.o_proj = Linear(mla.num_heads * mla.v_head_dim, D)
+
+    def forward(self, x_TD: Tensor, rows: Rows, state: MlaState | None) -> tuple[Tensor, MlaState | None]:
+        mla = self.config
+        q_THX = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (mla.num_heads, -1))
+        q_nope_THK, q_rest_THJ = q_THX.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
+        latent_TR, shared_key_TJ = self.kv_a_proj_with_mqa(x_TD).split(
+            [mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1
+        )
+        latent_UR, shared_key_UJ = self.kv_a_layernorm(latent_TR), shared_key_TJ
+        if state is not None:
+            state = state.append(latent_UR, shared_key_UJ, rows)
+            latent_UR, shared_key_UJ = state.latent, state.shared_key
+        if isinstance(rows, Tile):  # as many keys as a full tile has, so that shapes do not tell where it was cut
+            missing = rows.num_tokens - rows.last
+            latent_UR, shared_key_UJ = (F.pad(x, (0, 0, 0, missing)) for x in (latent_UR, shared_key_UJ))
+        kv_b_HXR = self.kv_b_proj.weight.unflatten(0, (mla.num_heads, -1))
+        o_THV = latent_attention(q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR, rows)
+        return self.o_proj(o_THV.flatten(1) * self.g_proj(x_TD).sigmoid()), state

@@ -1,0 +1,45 @@
+"""The residual stream of Attention Residuals: closed blocks, and the sum of the block that is still open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trivium.model import trace
+from trivium.model.layers import Linear, RMSNorm
+from trivium.ops.attnres import attnres, attnres_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualStream:
+    """`blocks_NTD`, oldest first, and `sum_TD`, the running sum; None when the block has just restarted."""
+
+    blocks_NTD: Tensor
+    sum_TD: Tensor | None
+
+    @classmethod
+    def start(cls, embed_TD: Tensor) -> ResidualStream:
+        return cls(blocks_NTD=embed_TD.new_empty(0, *embed_TD.shape), sum_TD=embed_TD)
+
+    def add(self, output_TD: Tensor) -> ResidualStream:
+        """A sublayer's output joins the running sum, kept in the hidden dtype."""
+        return ResidualStream(
+            blocks_NTD=self.blocks_NTD, sum_TD=output_TD if self.sum_TD is None else self.sum_TD + output_TD
+        )
+
+    def close_block(self) -> ResidualStream:
+        """The running sum becomes a block; the next one starts empty."""
+        return ResidualStream(blocks_NTD=torch.cat([self.blocks_NTD, self.sum_TD[None]]), sum_TD=None)
+
+
+def read(stream: ResidualStream, norm: RMSNorm, proj: Linear, name: str) -> Tensor:
+    """What a sublayer reads, [T, D]. The norm's weight multiplies the key alone, so the query is norm * proj."""
+    query_D = norm.weight.float() * proj.weight[0].float()
+    trace.record(
+        f"{name}.weight",
+        lambda: attnres_weights(torch.cat([stream.blocks_NTD, stream.sum_TD[None]]), query_D, norm.eps),
+        token_dim=1,
+    )
+    return attnres(stream.blocks_NTD, stream.sum_TD, query_D, norm.eps)

@@ -1,0 +1,60 @@
+"""One read without a stacked copy of its sources and without normalised keys: the differentiable torch path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trivium.ops.precision import work_dtype
+
+
+def attnres_fused(blocks_NTD: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
+    """`attnres`; saves its inputs and nothing of their size."""
+    return _AttnRes.apply(blocks_NTD, sum_TD, query_D, eps)
+
+
+def _scores(source_TD: Tensor, query_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """query . v / rms(v), and 1 / rms(v). Sums along a row, whose order does not depend on the number of rows."""
+    rms_inv_T = torch.rsqrt(torch.linalg.vector_norm(source_TD, dim=-1).square() / source_TD.shape[-1] + eps)
+    return (source_TD * query_D).sum(-1) * rms_inv_T, rms_inv_T
+
+
+class _AttnRes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, blocks_NTD: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
+        work = work_dtype(sum_TD)
+        query = query_D.to(work)
+        sources = [source_TD.to(work) for source_TD in (*blocks_NTD, sum_TD)]
+        scores, rms_invs = zip(*(_scores(source_TD, query, eps) for source_TD in sources), strict=True)
+        score_NT, rms_inv_NT = torch.stack(scores), torch.stack(rms_invs)
+        weight_NT = score_NT.softmax(dim=0)
+        x_TD = weight_NT[0][:, None] * sources[0]
+        for weight_T, source_TD in zip(weight_NT[1:], sources[1:], strict=True):
+            x_TD.addcmul_(weight_T[:, None], source_TD)
+        ctx.save_for_backward(blocks_NTD, sum_TD, query_D, weight_NT, score_NT, rms_inv_NT)
+        return x_TD.to(sum_TD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx_TD: Tensor):
+        blocks_NTD, sum_TD, query_D, weight_NT, score_NT, rms_inv_NT = ctx.saved_tensors
+        work = weight_NT.dtype
+        dx_TD, query = dx_TD.to(work), query_D.to(work)
+        N, T, D = blocks_NTD.shape
+        sources = (*blocks_NTD, sum_TD)
+        dweight_NT = torch.stack([(dx_TD * source_TD).sum(-1) for source_TD in sources])
+        dscore_NT = weight_NT * (dweight_NT - (weight_NT * dweight_NT).sum(0))
+        # score = q.v r with r = (v.v / D + eps)^-1/2, so dscore/dv = q r - score r^2 v / D
+        along_query_NT = dscore_NT * rms_inv_NT
+        along_source_NT = -along_query_NT * rms_inv_NT * score_NT / D
+        dquery_D = query.new_zeros(D)
+        gradients = []
+        for n, source_TD in enumerate(sources):
+            gradient_TD = weight_NT[n][:, None] * dx_TD
+            gradient_TD.addcmul_(along_query_NT[n][:, None], query.expand(T, D))
+            gradient_TD.addcmul_(along_source_NT[n][:, None], source_TD.to(work))
+            gradients.append(gradient_TD.to(sum_TD.dtype))
+            dquery_D += along_query_NT[n] @ source_TD.to(work)
+        dblocks_NTD = torch.stack(gradients[:-1]) if N else torch.zeros_like(blocks_NTD)
+        return dblocks_NTD, gradients[-1], dquery_D.to(query_D.dtype), None

@@ -1,0 +1,49 @@
+"""What KDA does to its raw inputs, token by token, whichever implementation runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trivium.config import LOWEST_DECAY_BOUND
+from trivium.ops.precision import work_dtype
+
+L2_EPS = 1e-6  # inside the root, on the sum of squares
+
+
+def check_lower_bound(lower_bound: float) -> None:
+    if not LOWEST_DECAY_BOUND <= lower_bound < 0:
+        raise ValueError(f"kda: lower_bound {lower_bound} is outside [{LOWEST_DECAY_BOUND}, 0)")
+
+
+def l2_norm(x_THK: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dim, in float32."""
+    x_THK = x_THK.to(work_dtype(x_THK))
+    return x_THK * torch.rsqrt(x_THK.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def kda_gate(decay_in_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: float = -5.0) -> Tensor:
+    """Log decay g in (lower_bound, 0): lower_bound * sigmoid(exp(A_log) * (decay_in + dt_bias)), in float32."""
+    work = work_dtype(decay_in_THK)
+    z_THK = decay_in_THK.to(work) + dt_bias_HK.to(work)
+    return lower_bound * sigmoid(A_log_H.to(work).exp()[:, None] * z_THK)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid with a gradient that stays exact where it saturates.
+
+    The usual y * (1 - y) is 0 in float32 from x = 17 on; sigmoid(x) * sigmoid(-x) keeps every digit.
+    """
+    return _Sigmoid.apply(x)
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return dy * torch.sigmoid(x) * torch.sigmoid(-x)

@@ -1,0 +1,119 @@
+"""Which parameter is trained by Muon and which by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from trivium.train.muon import Muon
+
+# Matrices by shape, but none by meaning: the rows of these are ids or experts, seen with unequal counts.
+_ROWS_ARE_IDS = ("embed_tokens.weight", "lm_head.weight", "pos_emb.weight")
+_ROUTER = "block_sparse_moe.gate.weight"
+_PATCHES = "patch_embed.proj.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters under one optimiser and one rate. `rule` is how the rate depends on the shape."""
+
+    name: str
+    optimiser: str
+    rule: str
+    lr: float
+    weight_decay: float
+    parameters: tuple[tuple[str, Tensor], ...]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in all of its parameters."""
+        return sum(parameter.numel() for _, parameter in self.parameters)
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], *, muon_lr: float, adamw_lr: float, weight_decay: float = 0.0
+) -> list[Group]:
+    """Every trained parameter in exactly one group.
+
+    Muon has the matrices [..., out, in] with both sides above 1. AdamW has embedding and lm_head, the router's gate,
+    and all vectors: norms, convolutions, A_log, dt_bias and the queries [1, D]. `weight_decay` holds for the matrices,
+    the embedding and lm_head: nothing else is decayed.
+    """
+    muon, ids, rest = [], [], []
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        if name.endswith(_ROWS_ARE_IDS):
+            ids.append((name, parameter))
+        elif parameter.ndim < 2 or 1 in parameter.shape[-2:] or name.endswith((_ROUTER, _PATCHES)):
+            rest.append((name, parameter))
+        else:
+            muon.append((name, parameter))
+    rule = "lr · sqrt(max(1, out/in))"
+    groups = (
+        Group(
+            name="matrices", optimiser="Muon", rule=rule, lr=muon_lr, weight_decay=weight_decay, parameters=tuple(muon)
+        ),
+        Group(
+            name="embedding and lm_head",
+            optimiser="AdamW",
+            rule="lr",
+            lr=adamw_lr,
+            weight_decay=weight_decay,
+            parameters=tuple(ids),
+        ),
+        Group(
+            name="router, norms, convolutions, decay, queries",
+            optimiser="AdamW",
+            rule="lr",
+            lr=adamw_lr,
+            weight_decay=0.0,
+            parameters=tuple(rest),
+        ),
+    )
+    return [group for group in groups if group.parameters]
+
+
+def build_optimisers(groups: Iterable[Group]) -> list[torch.optim.Optimizer]:
+    """One optimiser a group. Each param group also keeps its full rate as `full_lr`, for the schedule."""
+    optimisers: list[torch.optim.Optimizer] = []
+    for group in groups:
+        parameters = [parameter for _, parameter in group.parameters]
+        if group.optimiser == "Muon":
+            optimiser: torch.optim.Optimizer = Muon(parameters, group.lr, weight_decay=group.weight_decay)
+        else:
+            optimiser = torch.optim.AdamW(
+                parameters, group.lr, betas=(0.9, 0.95), weight_decay=group.weight_decay, fused=True
+            )
+        for param_group in optimiser.param_groups:
+            param_group["full_lr"] = group.lr
+        optimisers.append(optimiser)
+    return optimisers
+
+
+def groups_table(groups: Iterable[Group]) -> Table:
+    """Who got what, to be printed once."""
+    table = Table(title="parameters by optimiser", title_justify="left")
+    for column, justify in (
+        ("optimiser", "left"),
+        ("what", "left"),
+        ("tensors", "right"),
+        ("numbers", "right"),
+        ("rate", "right"),
+        ("decay", "right"),
+    ):
+        table.add_column(column, justify=justify)
+    for group in groups:
+        table.add_row(
+            group.optimiser,
+            group.name,
+            str(len(group.parameters)),
+            f"{group.numel:,}",
+            group.rule.replace("lr", f"{group.lr:g}", 1),
+            f"{group.weight_decay:g}",
+        )
+    return table

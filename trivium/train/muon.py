@@ -1,0 +1,110 @@
+"""Muon: momentum whose update is made orthogonal, so that every direction of a matrix moves at one rate.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). A parameter may be a stack of matrices,
+[..., out, in] such as expert weights [E, F, L]: each of them is a matrix of its own. All matrices of one shape, of all
+parameters, go through one batched Newton-Schulz: a small model is bound by the number of calls, not by their size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+# Quintic with the steepest slope at 0 that keeps singular values of [0, 1] below 1.21; five steps bring all above 0.002
+# to 0.68 or more. The values are those of the article.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_NUM_STEPS = 5
+_EPS = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Per matrix: m ← μ·m + (1 − μ)·g; u = (1 − μ)·g + μ·m (Nesterov); w ← (1 − lr·decay)·w − lr·s·NS(u).
+
+    s = sqrt(max(1, out/in)), torch's "original" rule: a learning rate belongs to a rule, and under "match_rms_adamw",
+    0.2·sqrt(max(out, in)), the same step needs one 3 times (256 wide) to 17 times (7168 wide) smaller. out and in
+    are those of the whole matrix.
+
+    `ns_dtype` is what Newton-Schulz computes in: None is float32 on the CPU and bfloat16 elsewhere. Raises ValueError
+    for a parameter that is no matrix with both sides above 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "ns_dtype": ns_dtype})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.ndim < 2 or 1 in weight.shape[-2:]:
+                    raise ValueError(
+                        f"muon: wanted matrices [..., out, in] with both sides above 1, got {tuple(weight.shape)}"
+                    )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            updates = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    out, in_ = weight.shape[-2:]
+                    shape = (min(out, in_), max(out, in_), weight.device, group["ns_dtype"] or _ns_dtype(weight))
+                    updates[shape].append((weight, self._nesterov(weight, group["momentum"])))
+            for (short, long, _, dtype), pairs in updates.items():
+                # Newton-Schulz works on the wide form: NS(u.T) = NS(u).T, and its Gram matrix is the small one.
+                stack = torch.cat(
+                    [(u if u.shape[-2] == short else u.mT).reshape(-1, short, long).to(dtype) for _, u in pairs]
+                )
+                flat = orthogonalise(stack).split([weight.numel() // (short * long) for weight, _ in pairs])
+                for (weight, _), update in zip(pairs, flat, strict=True):
+                    out, in_ = weight.shape[-2:]
+                    update = (update if out == short else update.mT).reshape(weight.shape)
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update.to(weight.dtype), alpha=-group["lr"] * update_scale(out, in_))
+        return loss
+
+    def _nesterov(self, weight: Tensor, momentum: float) -> Tensor:
+        state = self.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
+        return weight.grad.lerp(state["momentum_buffer"], momentum)
+
+
+def orthogonalise(stack_NOI: Tensor) -> Tensor:
+    """Each matrix U S V^T of [N, out, in], out ≤ in, → U S' V^T with the singular values S' near 1, by Newton-Schulz.
+
+    X ← a·X + (b·G + c·G²)·X with G = X·X^T, five times, from X = matrix / its Frobenius norm. Zero stays zero.
+    """
+    x_NOI = stack_NOI / stack_NOI.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    for _ in range(_NUM_STEPS):
+        gram_NOO = x_NOI @ x_NOI.mT
+        poly_NOO = torch.baddbmm(gram_NOO, gram_NOO, gram_NOO, beta=_B, alpha=_C)
+        x_NOI = torch.baddbmm(x_NOI, poly_NOO, x_NOI, beta=_A)
+    return x_NOI
+
+
+def update_scale(num_out: int, num_in: int) -> float:
+    """sqrt(max(1, out/in)): an orthogonal [out, in] then changes outputs by the same RMS whatever its shape."""
+    return math.sqrt(max(1.0, num_out / num_in))
+
+
+def _ns_dtype(weight: Tensor) -> torch.dtype:
+    return torch.float32 if weight.device.type == "cpu" else torch.bfloat16
