@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from measure import relative_error
 
 from trivium.ops.backend import use_backend
 from trivium.ops.kda import kda, kda_chunk_terms, kda_gate, kda_recurrent, l2_norm
@@ -44,10 +45,6 @@ def run(case, rows, dtype=torch.float32, backend="torch", **options):
     generator = torch.Generator().manual_seed(7)
     loss = sum((x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in outputs)
     return dict(zip(NAMES, (*outputs[:2], *torch.autograd.grad(loss, leaves)), strict=True))
-
-
-def error(got, want):
-    return float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp_min(1e-300))
 
 
 def parallel_keys(T, noise):
@@ -93,10 +90,10 @@ def test_chunks_equal_the_recurrence(T, regime):
         if want[name].norm() < 1e-9 * T:  # a gradient that only rounding keeps from 0 has no relative error
             assert single[name].isfinite().all() and single[name].norm() < 1e-4
             continue
-        assert error(exact[name], want[name]) < 1e-11, name
+        assert relative_error(exact[name], want[name]) < 1e-11, name
         # Of the gate's parameters at the bound: sums over tokens of what is left of exp(-5) after cancelling.
         bound = 1e-4 if name in ("decay_in", "A_log", "dt_bias") and regime != "ordinary" else 1e-5
-        assert error(single[name], want[name]) < bound, (name, error(single[name], want[name]))
+        assert relative_error(single[name], want[name]) < bound, (name, relative_error(single[name], want[name]))
 
 
 def test_packed_sequences_equal_the_recurrence_with_their_maps():
@@ -105,7 +102,7 @@ def test_packed_sequences_equal_the_recurrence_with_their_maps():
         want = kda(*list(case.values())[:7], rows, case["state"], with_map=True)
     got = kda(*list(case.values())[:7], rows, case["state"], with_map=True)
     for a, b in zip(got, want, strict=True):
-        assert error(a, b) < 1e-12
+        assert relative_error(a, b) < 1e-12
     _, state, A, B = got
     torch.testing.assert_close(A @ case["state"] + B, state)  # S_out = A S_in + B, an empty sequence's A is I
     torch.testing.assert_close(A[1], torch.eye(K, dtype=A.dtype).expand(H, K, K))
@@ -295,7 +292,7 @@ def test_bfloat16_inputs_keep_a_float32_state():
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
     wide = [x.double() for x in half]
     want, _ = kda(*wide[:7], rows)
-    assert error(o, want) < 4e-3  # one rounding to 8 bits
+    assert relative_error(o, want) < 4e-3  # one rounding to 8 bits
 
 
 def test_wrong_shapes_and_bounds_are_named():
@@ -316,4 +313,4 @@ def test_the_lowest_bound_allowed_is_finite():
     got = run(case, rows, torch.float32, lower_bound=-5.8)
     want = run(case, rows, torch.float64, "reference", lower_bound=-5.8)
     assert all(x.isfinite().all() for x in got.values())
-    assert error(got["o"], want["o"]) < 1e-5
+    assert relative_error(got["o"], want["o"]) < 1e-5

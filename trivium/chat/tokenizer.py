@@ -141,9 +141,7 @@ class Decoder:
 
     def flush(self) -> str:
         """The end of the stream: U+FFFD for a character cut in the middle, else nothing. The next id starts anew."""
-        rest = self._utf8.decode(b"", final=True)
-        self._utf8.reset()
-        return rest
+        return self._utf8.decode(b"", final=True)
 
 
 def train_tokenizer(texts: Iterable[str], num_ranks: int) -> Tokenizer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +62,6 @@ class Vocabulary:
 
     def __post_init__(self) -> None:
         _check_ranks(self.ranks)
-        object.__setattr__(self, "config", copy.deepcopy(self.config))
         assert len(self.specials) == NUM_SPECIALS  # reads them, and so checks the config
 
     @classmethod

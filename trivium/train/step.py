@@ -46,6 +46,9 @@ def train_step(model: KimiK3, batches: Sequence[Batch], optimisers: Sequence[tor
     total_weight = sum(float(batch.weight_T.sum()) for batch in batches)
     if not total_weight > 0:
         raise ValueError(f"step: wanted tokens with a weight above 0, the weights of {len(batches)} batches sum to 0")
+    model.train()
+    for layer in model.moe_layers():
+        layer.take_scores()  # of a forward that belonged to no step
     loss = 0.0
     for batch in batches:
         hidden_TD, _ = model(batch.ids_T, batch.rows)

@@ -53,8 +53,9 @@ def quantile_balance_(bias_E: Tensor, score_NE: Tensor, num_active: int) -> None
     """Move the selection bias in place so that each expert would take the same number of these N tokens.
 
     With k = `num_active` and n experts: t_i = the (k+1)-th largest of s_i + b, which a further expert would have to
-    beat; m = floor(N·k/n), an expert's fair share; b_e = −(the (m+1)-th largest over i of s_ie − t_i), so that exactly m
-    tokens have s_ie + b_e > t_i; then minus the mean over e. In float32. N·k < n leaves b as it is, and so does k = n.
+    beat; m = floor(N·k/n), an expert's fair share; b_e = −(the (m+1)-th largest over i of s_ie − t_i); then minus the
+    mean over e. In float32. So exactly m tokens have s_ie + b_e > t_i, except for an expert whose bias stays: the
+    tokens for which it came in at k + 1 all tie, and at most m lie above them. N·k < n leaves b as it is, so does k = n.
     K3 technical report, quantile balancing. Raises ValueError for shapes that do not fit, a bias that is not float32,
     and scores that are not finite.
     """

@@ -1,0 +1,120 @@
+"""Attention Residuals: one read, its two phases, and blocks of one sublayer."""
+
+import math
+
+import pytest
+import torch
+
+from trivium.model.layers import Linear, RMSNorm
+from trivium.model.residual import ResidualStream, read
+from trivium.ops.attnres import attnres, attnres_full, attnres_weights, merge_sum, read_blocks
+from trivium.ops.backend import use_backend
+
+D = 40
+
+
+def sources(N, T=7, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    blocks, total = torch.randn(N + 1, T, D, generator=generator, dtype=torch.float64).to(dtype).split([N, 1])
+    return blocks, total[0], torch.randn(D, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("N", [0, 1, 3, 8])
+def test_fused_is_the_reference_with_its_gradients(N):
+    args = [x.requires_grad_() for x in sources(N)]
+    with use_backend("reference"):
+        want = attnres(*args)
+    torch.testing.assert_close(attnres(*args), want)
+    assert torch.autograd.gradcheck(attnres, args)
+
+
+def test_one_source_is_the_identity_bit_for_bit():
+    blocks, total, query = sources(0, dtype=torch.float32)
+    assert torch.equal(attnres(blocks, total, query), total)
+
+
+def test_a_read_by_hand():
+    # D = 2, eps 0: v1 = (3, 4) has key (3, 4) / sqrt(12.5), v2 = (0, 1) has key (0, sqrt 2); query (ln 2 / sqrt 2, 0)
+    query = torch.tensor([math.sqrt(12.5) / 3 * math.log(2), 0.0], dtype=torch.float64)
+    blocks = torch.tensor([[[3.0, 4.0]]], dtype=torch.float64)
+    total = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+    # scores ln 2 and 0: weights 2/3 and 1/3, of the raw values
+    torch.testing.assert_close(
+        attnres(blocks, total, query, 0.0), torch.tensor([[2.0, 3.0]], dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("N", [1, 2, 8])
+def test_two_phases_equal_the_direct_read(N):
+    blocks, total, _ = sources(N, dtype=torch.float32)
+    queries = torch.randn(5, D, generator=torch.Generator().manual_seed(3))
+    mix, log = read_blocks(blocks, queries)
+    for q, query in enumerate(queries):
+        torch.testing.assert_close(merge_sum(mix[q], log[q], total, query), attnres(blocks, total, query))
+
+
+def test_two_phases_with_far_apart_scores_stay_finite():
+    blocks, total, query = sources(2, dtype=torch.float32)
+    for sign in (1, -1):
+        big = sign * 1e4 * query
+        mix, log = read_blocks(blocks, big[None])
+        merged = merge_sum(mix[0], log[0], total, big)
+        assert merged.isfinite().all()
+        torch.testing.assert_close(merged, attnres(blocks, total, big))
+
+
+def test_full_form_is_the_block_form_with_blocks_of_one_sublayer():
+    torch.manual_seed(0)
+    outputs = [torch.randn(6, D, dtype=torch.float64)]  # the embedding, then one sublayer after another
+    stream = ResidualStream.start(outputs[0])
+    for sublayer in range(7):
+        norm, proj = RMSNorm(D, 1e-5).double(), Linear(D, 1).double()
+        torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(proj.weight)
+        x = read(stream, norm, proj, f"{sublayer}")
+        query = norm.weight.float() * proj.weight[0].float()
+        torch.testing.assert_close(x, attnres_full(outputs, query))
+        outputs.append(torch.tanh(x @ torch.randn(D, D, dtype=torch.float64)))
+        stream = stream.close_block().add(outputs[-1])
+
+
+def test_blocks_of_several_sublayers_sum_what_they_hold():
+    a, b, c, d = torch.randn(4, 3, D)
+    stream = ResidualStream.start(a).close_block().add(b).add(c).close_block().add(d)
+    assert torch.equal(stream.blocks_NTD, torch.stack([a, b + c]))
+    assert torch.equal(stream.sum_TD, d)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 16, 33])
+def test_a_later_token_changes_no_earlier_bit(T):
+    blocks, total, query = sources(3, T=100, dtype=torch.float32)
+    whole = attnres(blocks, total, query)
+    assert torch.equal(attnres(blocks[:, :T].contiguous(), total[:T], query), whole[:T])
+
+
+def test_backward_saves_one_copy_of_its_inputs_at_most():
+    blocks, total, query = (x.requires_grad_() for x in sources(5, T=64, dtype=torch.float32))
+    saved = {}
+
+    def pack(x):
+        saved[x.data_ptr()] = x.numel()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attnres(blocks, total, query)
+    inputs = blocks.numel() + total.numel() + query.numel()
+    assert sum(saved.values()) <= inputs + 3 * 6 * 64  # and three numbers a source and token
+
+
+def test_weights_sum_to_one_and_are_uniform_for_a_zero_query():
+    blocks, total, query = sources(3)
+    every = torch.cat([blocks, total[None]])
+    torch.testing.assert_close(attnres_weights(every, query).sum(0), torch.ones(7, dtype=torch.float64))
+    torch.testing.assert_close(attnres(blocks, total, 0 * query), every.mean(0))
+
+
+def test_wrong_shapes_are_named():
+    blocks, total, query = sources(2)
+    with pytest.raises(ValueError, match=r"blocks want shape \(N, 7, 40\), got \(2, 6, 40\)"):
+        attnres(blocks[:, :6], total, query)
+    with pytest.raises(ValueError, match=r"query wants shape \(40,\), got \(39,\)"):
+        attnres(blocks, total, query[:39])
