@@ -73,9 +73,7 @@ def load(
             f"{folder}: tiktoken.model gives a vocabulary of {tokenizer.vocab_size}, config.json says "
             f"{published.config.vocab_size}"
         )
-    return Model(
-        network=published.model, tokenizer=tokenizer, folder=folder, backend=backend, layout=published.layout
-    )
+    return Model(network=published.model, tokenizer=tokenizer, folder=folder, backend=backend, layout=published.layout)
 
 
 class Model:
@@ -125,9 +123,7 @@ class Model:
     ) -> Generation:
         """Continue the prompt, text or ids, until the end id, a stop string, or max_tokens."""
         pieces = list(
-            self.stream(
-                prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-            )
+            self.stream(prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
         )
         return Generation(
             ids=tuple(id_ for piece in pieces for id_ in piece.ids),
@@ -165,9 +161,7 @@ class Model:
             generator.manual_seed(seed)
         return self._stream(prompt_ids, max_tokens, temperature, top_p, generator, tuple(stop))
 
-    def save(
-        self, path: str | Path, *, dtype: str | torch.dtype | None = None, pack_experts: bool = False
-    ) -> None:
+    def save(self, path: str | Path, *, dtype: str | torch.dtype | None = None, pack_experts: bool = False) -> None:
         """Write the released layout (and the tokenizer) to a folder; packed experts stay packed, in their shards."""
         write_published(self.network, Path(path), dtype=dtype, pack_experts=pack_experts, layout=self._layout)
         if self.tokenizer is not None:
@@ -210,9 +204,7 @@ class Model:
                 yield Piece(ids=(id_,), text=held[:cut], logprobs=(logprob,), finish_reason="stop")
                 return
             ready = len(held) if last else len(held) - _held_back(held, stop)
-            yield Piece(
-                ids=(id_,), text=held[:ready], logprobs=(logprob,), finish_reason="length" if last else None
-            )
+            yield Piece(ids=(id_,), text=held[:ready], logprobs=(logprob,), finish_reason="length" if last else None)
             held = held[ready:]
             if not last:
                 logits_1W, state = self._next([id_], state, state.lengths[0])

@@ -39,9 +39,7 @@ def test_a_read_by_hand():
     blocks = torch.tensor([[[3.0, 4.0]]], dtype=torch.float64)
     total = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     # scores ln 2 and 0: weights 2/3 and 1/3, of the raw values
-    torch.testing.assert_close(
-        attnres(blocks, total, query, 0.0), torch.tensor([[2.0, 3.0]], dtype=torch.float64)
-    )
+    torch.testing.assert_close(attnres(blocks, total, query, 0.0), torch.tensor([[2.0, 3.0]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("N", [1, 2, 8])

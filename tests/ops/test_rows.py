@@ -64,7 +64,10 @@ def test_backends_are_asked_for_by_name_and_never_replaced():
             assert choose("op", **both)() == "t"
     with use_backend("native"), pytest.raises(ValueError, match="op: has no 'native' backend, only reference, torch"):
         choose("op", **both)
-    with pytest.raises(ValueError, match="backend: wanted one of reference, torch, native, got 'fast'"), use_backend("fast"):
+    with (
+        pytest.raises(ValueError, match="backend: wanted one of reference, torch, native, got 'fast'"),
+        use_backend("fast"),
+    ):
         pass
     with pytest.raises(RuntimeError), use_backend("reference"):
         raise RuntimeError

@@ -32,7 +32,7 @@ def groups():
 def test_who_gets_what(name):
     (group,) = [group for group in groups() if name in dict(group.parameters)]
     want = SHAPES[name][1]
-    assert group.name == want or (want == "rest" and group.name.startswith("router, norms"))
+    assert group.name == want or (want == "rest" and group.name == "router and all vectors")
     assert group.optimiser == ("Muon" if want == "matrices" else "AdamW")
     assert group.weight_decay == (0.0 if want == "rest" else 0.1)
 

@@ -28,6 +28,7 @@ from trivium.ops import mxfp4
 SINGLE_FILE_BYTES = 5 * 10**9  # from here on one file a decoder layer, as released
 
 TORCH_DTYPE = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+READABLE = {**TORCH_DTYPE, "float64": torch.float64}  # to compare against; nothing is stored so
 STORED_TORCH_DTYPE = {
     **{STORED_DTYPE[name]: dtype for name, dtype in TORCH_DTYPE.items()},
     "F64": torch.float64,
@@ -79,7 +80,7 @@ def read_published(
                     f"{index.paths[index.file_of[spec.name]]}: {spec.name}: experts kept packed want {spec.name}_packed"
                     f", got {spec}; read it with experts unpacked"
                 )
-    trunk = _torch_dtype(dtype, default=config.dtype)
+    trunk = _torch_dtype(config.dtype if dtype is None else dtype, READABLE)
     with torch.device(device):
         model = KimiK3(config, dtype=trunk, experts=experts)
     wide = _fill_(model, index)
@@ -125,14 +126,12 @@ def _fill_(model: KimiK3, index: Index) -> dict[str, Tensor]:
     return wide
 
 
-def _torch_dtype(dtype: str | torch.dtype | None, *, default: str) -> torch.dtype:
-    if dtype is None:
-        return TORCH_DTYPE[default]
-    if isinstance(dtype, torch.dtype) and dtype in TORCH_DTYPE.values():
+def _torch_dtype(dtype: str | torch.dtype, allowed: dict[str, torch.dtype]) -> torch.dtype:
+    if isinstance(dtype, torch.dtype) and dtype in allowed.values():
         return dtype
-    if isinstance(dtype, str) and dtype in TORCH_DTYPE:
-        return TORCH_DTYPE[dtype]
-    raise ValueError(f"dtype: wanted one of {', '.join(TORCH_DTYPE)}, got {dtype}")
+    if isinstance(dtype, str) and dtype in allowed:
+        return allowed[dtype]
+    raise ValueError(f"dtype: wanted one of {', '.join(allowed)}, got {dtype}")
 
 
 def _converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -164,7 +163,8 @@ def write_published(
     nothing saved before is lost.
     """
     state = model.state_dict()
-    trunk = _torch_dtype(dtype, default=_name_of(state["language_model.model.embed_tokens.weight"].dtype))
+    held = state["language_model.model.embed_tokens.weight"].dtype
+    trunk = _torch_dtype(held if dtype is None else dtype, TORCH_DTYPE)
     packed = pack_experts or any(name.endswith(".weight_packed") for name in state)
     config = replace(model.config, dtype=_name_of(trunk)).with_packed_experts(packed)
 

@@ -83,7 +83,9 @@ class KimiK3(nn.Module):
         if not self.deterministic:
             return self.language_model.lm_head(hidden_TD)
         with torch.no_grad():  # each row alone at the top of a tile: one shape and one place for all
-            logits = [self.language_model.lm_head(F.pad(row_1D, (0, 0, 0, TILE - 1)))[:1] for row_1D in hidden_TD[:, None]]
+            logits = [
+                self.language_model.lm_head(F.pad(row_1D, (0, 0, 0, TILE - 1)))[:1] for row_1D in hidden_TD[:, None]
+            ]
             return torch.cat(logits) if logits else hidden_TD.new_empty(0, self.config.vocab_size)
 
     def empty_state(self, num_sequences: int) -> ModelState:

@@ -33,9 +33,7 @@ class GatedMla(nn.Module):
         mla = self.config
         q_THX = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))).unflatten(-1, (mla.num_heads, -1))
         q_nope_THK, q_rest_THJ = q_THX.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], dim=-1)
-        latent_TR, shared_key_TJ = self.kv_a_proj_with_mqa(x_TD).split(
-            [mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1
-        )
+        latent_TR, shared_key_TJ = self.kv_a_proj_with_mqa(x_TD).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         latent_UR, shared_key_UJ = self.kv_a_layernorm(latent_TR), shared_key_TJ
         if state is not None:
             state = state.append(latent_UR, shared_key_UJ, rows)

@@ -38,9 +38,7 @@ class Rows:
             raise ValueError(f"rows: a past length is never negative, got {self.past_S}")
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu", past: Sequence[int] = ()
-    ) -> Rows:
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu", past: Sequence[int] = ()) -> Rows:
         """Sequences of these lengths, one behind the other."""
         if any(length < 0 for length in lengths):
             raise ValueError(f"rows: a length is never negative, got {tuple(lengths)}")

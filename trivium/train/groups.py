@@ -19,7 +19,7 @@ _PATCHES = "patch_embed.proj.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters under one optimiser and one rate. `rule` is how the rate depends on the shape."""
+    """Parameters under one optimiser and one rate. `rule` is what the rate is multiplied by, matrix by matrix."""
 
     name: str
     optimiser: str
@@ -53,7 +53,7 @@ def parameter_groups(
             rest.append((name, parameter))
         else:
             muon.append((name, parameter))
-    rule = "lr · sqrt(max(1, out/in))"
+    rule = "× sqrt(max(1, out/in))"
     groups = (
         Group(
             name="matrices", optimiser="Muon", rule=rule, lr=muon_lr, weight_decay=weight_decay, parameters=tuple(muon)
@@ -61,15 +61,15 @@ def parameter_groups(
         Group(
             name="embedding and lm_head",
             optimiser="AdamW",
-            rule="lr",
+            rule="",
             lr=adamw_lr,
             weight_decay=weight_decay,
             parameters=tuple(ids),
         ),
         Group(
-            name="router, norms, convolutions, decay, queries",
+            name="router and all vectors",
             optimiser="AdamW",
-            rule="lr",
+            rule="",
             lr=adamw_lr,
             weight_decay=0.0,
             parameters=tuple(rest),
@@ -106,14 +106,14 @@ def groups_table(groups: Iterable[Group]) -> Table:
         ("rate", "right"),
         ("decay", "right"),
     ):
-        table.add_column(column, justify=justify)
+        table.add_column(column, justify=justify, no_wrap=True)
     for group in groups:
         table.add_row(
             group.optimiser,
             group.name,
             str(len(group.parameters)),
             f"{group.numel:,}",
-            group.rule.replace("lr", f"{group.lr:g}", 1),
+            f"{group.lr:g} {group.rule}".rstrip(),
             f"{group.weight_decay:g}",
         )
     return table

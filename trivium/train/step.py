@@ -10,7 +10,7 @@ import torch
 
 from trivium.data.batch import Batch
 from trivium.model.kimi_k3 import KimiK3
-from trivium.ops.balance import idle_experts, max_violation, quantile_balance_
+from trivium.ops.balance import count_experts, idle_experts, max_violation, quantile_balance_
 from trivium.train.loss import cross_entropy
 
 
@@ -18,8 +18,8 @@ from trivium.train.loss import cross_entropy
 class Balance:
     """How the step's tokens were spread over the experts.
 
-    `max_vio` is the largest over the layers of (tokens of the busiest expert / mean) − 1, `idle_experts` how many of
-    all layers saw no token.
+    `max_vio` is the largest over the layers of (tokens of the busiest expert / mean) − 1, `idle_experts` how many took
+    no token, over all layers.
     """
 
     max_vio: float
@@ -85,7 +85,8 @@ def balance_experts_(model: KimiK3, counts_T: torch.Tensor) -> Balance:
         score_NE = torch.cat(layer.take_scores())[counts_T]
         num_active = model.config.moe.num_experts_per_token
         # Of the routes as they were taken: before the bias moves.
-        max_vio = max(max_vio, max_violation(score_NE, bias_E, num_active))
-        idle += idle_experts(score_NE, bias_E, num_active)
+        count_E = count_experts(score_NE, bias_E, num_active)
+        max_vio = max(max_vio, max_violation(count_E))
+        idle += idle_experts(count_E)
         quantile_balance_(bias_E, score_NE, num_active)
     return Balance(max_vio=max_vio, idle_experts=idle)

@@ -44,6 +44,8 @@ def latent_attention(
         raise ValueError(f"latent_attention: rows hold {rows.num_tokens} tokens, q holds {T}")
     if kv_b_HXR.shape[1] <= K:
         raise ValueError(f"latent_attention: kv_b wants more than {K} rows a head, got {kv_b_HXR.shape[1]}")
+    if T == 0:
+        return q_nope_THK.new_zeros(0, H, kv_b_HXR.shape[1] - K)
     absorb = isinstance(rows, Tile) or _absorbing_is_less_work(rows, K, kv_b_HXR.shape[1] - K, R)
     run = backend.choose(
         "latent_attention", reference=latent_reference, torch=latent_absorbed if absorb else latent_expanded

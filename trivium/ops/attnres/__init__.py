@@ -27,6 +27,4 @@ def attnres(blocks_NTD: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float = 1e
         raise ValueError(f"attnres: blocks want shape (N, {T}, {D}), got {tuple(blocks_NTD.shape)}")
     if tuple(query_D.shape) != (D,):
         raise ValueError(f"attnres: query wants shape ({D},), got {tuple(query_D.shape)}")
-    return backend.choose("attnres", reference=attnres_reference, torch=attnres_fused)(
-        blocks_NTD, sum_TD, query_D, eps
-    )
+    return backend.choose("attnres", reference=attnres_reference, torch=attnres_fused)(blocks_NTD, sum_TD, query_D, eps)

@@ -10,6 +10,7 @@ from trivium.ops.experts.grouped import experts_grouped
 from trivium.ops.experts.reference import experts_reference
 from trivium.ops.experts.tile import experts_by_tile
 from trivium.ops.mxfp4 import PackedWeight
+from trivium.ops.precision import work_dtype
 
 
 def experts(
@@ -80,6 +81,8 @@ def _check(
         )
     if experts_TA.dtype != torch.int64:
         raise ValueError(f"{op}: expert ids are int64, got {experts_TA.dtype}")
+    if weights_TA.dtype != work_dtype(latent_TL):
+        raise ValueError(f"{op}: the weights are {work_dtype(latent_TL)}, got {weights_TA.dtype}")
     if experts_TA.numel():
         low, high = (int(x) for x in experts_TA.aminmax())
         if low < lowest_id or high >= num_experts:

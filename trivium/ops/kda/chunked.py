@@ -211,9 +211,7 @@ def _scan_backward(
         leaving_NHKV[at] = dS_HKV
         du_NHCV[at] += terms.k_out_NHCK[at] @ dS_HKV
         dS_SHKV[:count] = (
-            terms.decay_NHK[at][..., None] * dS_HKV
-            + dS_own_NHKV[at]
-            - terms.W_NHCK[at].transpose(-1, -2) @ du_NHCV[at]
+            terms.decay_NHK[at][..., None] * dS_HKV + dS_own_NHKV[at] - terms.W_NHCK[at].transpose(-1, -2) @ du_NHCV[at]
         )
     gradients = _Terms(
         q_in_NHCK=do_NHCV @ entering_NHKV.transpose(-1, -2),

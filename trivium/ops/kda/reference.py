@@ -60,9 +60,7 @@ def kda_reference(
     log_decay_THK = kda_gate(decay_in_THK, A_log_H, dt_bias_HK, lower_bound)
     q_THK = l2_norm(q_THK) * q_THK.shape[-1] ** -0.5
     beta_TH = sigmoid(beta_in_TH.to(work))
-    o_THV, state_SHKV = kda_recurrent(
-        q_THK, l2_norm(k_THK), v_THV.to(work), log_decay_THK, beta_TH, rows, state_SHKV
-    )
+    o_THV, state_SHKV = kda_recurrent(q_THK, l2_norm(k_THK), v_THV.to(work), log_decay_THK, beta_TH, rows, state_SHKV)
     return o_THV.to(v_THV.dtype), state_SHKV
 
 
