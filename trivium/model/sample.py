@@ -21,19 +21,20 @@ def sample(
 
     Temperature 0 takes the largest logit, the lower id on a tie. top_p keeps the fewest most likely ids whose
     probabilities reach it. Log-probabilities are at temperature 1 over all ids, whatever was kept. Raises ValueError
-    for a row that is not finite: no id is drawn from it.
+    for a row with nan or +inf, or with nothing but -inf: no id is drawn from it. A single -inf is an id ruled out.
     """
     check_sampling(temperature, top_p)
     logits_SW = logits_SW.float()
-    if not bool(logits_SW.isfinite().all()):
-        bad = int((~logits_SW.isfinite().all(-1)).nonzero()[0])
-        raise ValueError(f"sample: logits of row {bad} are not finite")
+    peak_S1 = logits_SW.amax(-1, keepdim=True)
+    if not bool(peak_S1.isfinite().all()):
+        bad = int((~peak_S1.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"sample: row {bad} of the logits holds nan or +inf, or nothing but -inf")
     log_SW = logits_SW.log_softmax(-1)
     if temperature == 0:
         id_S = logits_SW.argmax(-1)  # of equal values torch returns the first
     else:
         # Subtract the peak first: 1 / temperature may be large, and logits times it must not overflow.
-        scaled_SW = (logits_SW - logits_SW.amax(-1, keepdim=True)) / temperature
+        scaled_SW = (logits_SW - peak_S1) / temperature
         probability_SW = scaled_SW.softmax(-1)
         if top_p < 1:
             probability_SW = _nucleus(probability_SW, top_p)
