@@ -528,7 +528,7 @@ def model_preset(name: str) -> K3Config:
     return config
 
 
-def _special_ids(num_ranks: int) -> dict[str, int]:
+def _special_ids(num_ranks: int) -> dict[str, Any]:
     """vocab_size and the special ids that follow `num_ranks` byte-pair ranks: 256, as released."""
     return {
         "vocab_size": num_ranks + 256,
@@ -539,6 +539,16 @@ def _special_ids(num_ranks: int) -> dict[str, int]:
     }
 
 
+def _mla(*sizes: int) -> MlaConfig:
+    """Heads, q rank, kv rank, and per head: nope, rest and value channels."""
+    return MlaConfig(**dict(zip(MlaConfig.__dataclass_fields__, sizes, strict=True)))
+
+
+def _moe(*sizes: int) -> MoeConfig:
+    """Experts, active ones, shared ones, expert width, latent width."""
+    return MoeConfig(**dict(zip(list(MoeConfig.__dataclass_fields__)[:5], sizes, strict=True)))
+
+
 def _k3() -> K3Config:
     config = K3Config(
         num_layers=93,
@@ -546,16 +556,8 @@ def _k3() -> K3Config:
         intermediate_size=33792,
         attn_res_block_size=12,
         kda=KdaConfig(num_heads=96, head_dim=128),
-        mla=MlaConfig(
-            num_heads=96, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-        ),
-        moe=MoeConfig(
-            num_experts=896,
-            num_experts_per_token=16,
-            num_shared_experts=2,
-            moe_intermediate_size=3072,
-            routed_expert_hidden_size=3584,
-        ),
+        mla=_mla(96, 1536, 512, 128, 64, 128),
+        moe=_moe(896, 16, 2, 3072, 3584),
         vision=VisionConfig(
             patch_size=14,
             init_pos_emb_height=64,
@@ -581,16 +583,8 @@ def _k2() -> K2Config:
         vocab_size=163840,
         intermediate_size=18432,
         num_dense_layers=1,
-        mla=MlaConfig(
-            num_heads=64, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-        ),
-        moe=MoeConfig(
-            num_experts=384,
-            num_experts_per_token=8,
-            num_shared_experts=1,
-            moe_intermediate_size=2048,
-            routed_expert_hidden_size=7168,
-        ),
+        mla=_mla(64, 1536, 512, 128, 64, 128),
+        moe=_moe(384, 8, 1, 2048, 7168),
     )
 
 
@@ -601,16 +595,8 @@ def _nano() -> K3Config:
         intermediate_size=384,
         attn_res_block_size=4,
         kda=KdaConfig(num_heads=3, head_dim=64),
-        mla=MlaConfig(
-            num_heads=3, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
-        ),
-        moe=MoeConfig(
-            num_experts=48,
-            num_experts_per_token=4,
-            num_shared_experts=2,
-            moe_intermediate_size=64,
-            routed_expert_hidden_size=96,
-        ),
+        mla=_mla(3, 64, 48, 32, 16, 32),
+        moe=_moe(48, 4, 2, 64, 96),
         **_special_ids(3840),
     )
 
@@ -622,16 +608,8 @@ def _micro() -> K3Config:
         intermediate_size=1408,
         attn_res_block_size=4,
         kda=KdaConfig(num_heads=8, head_dim=64),
-        mla=MlaConfig(
-            num_heads=8, q_lora_rank=192, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
-        ),
-        moe=MoeConfig(
-            num_experts=64,
-            num_experts_per_token=6,
-            num_shared_experts=2,
-            moe_intermediate_size=128,
-            routed_expert_hidden_size=256,
-        ),
+        mla=_mla(8, 192, 128, 64, 32, 64),
+        moe=_moe(64, 6, 2, 128, 256),
         **_special_ids(7936),
     )
 
@@ -643,16 +621,8 @@ def _mini() -> K3Config:
         intermediate_size=1536,
         attn_res_block_size=4,
         kda=KdaConfig(num_heads=4, head_dim=64),
-        mla=MlaConfig(
-            num_heads=4, q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
-        ),
-        moe=MoeConfig(
-            num_experts=128,
-            num_experts_per_token=8,
-            num_shared_experts=1,
-            moe_intermediate_size=256,
-            routed_expert_hidden_size=384,
-        ),
+        mla=_mla(4, 256, 128, 64, 32, 64),
+        moe=_moe(128, 8, 1, 256, 384),
         **_special_ids(16128),
     )
 

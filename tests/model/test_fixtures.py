@@ -1,6 +1,7 @@
 """The forward pass against logits of an independent implementation (tests/fixtures/*/README.md)."""
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_packed_documents(name):
     want = expected(name)
     bounds = want["packed_cu_seqlens"].long().tolist()
     ids = want["packed_input_ids"].long()[0]
-    documents = [ids[start:end].tolist() for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    documents = [ids[start:end].tolist() for start, end in pairwise(bounds)]
     got = torch.cat(model(name).logits(documents))
     assert largest(got, want["packed_logits"][0]) < LOGITS
 

@@ -128,7 +128,7 @@ def test_the_saved_run_is_the_trained_model(run):
 def test_the_table_of_who_got_what_is_printed_once(run):
     _, _, out = run
     assert out.count("parameters by optimiser") == 1
-    assert "0.03 × sqrt(max(1, out/in))" in out
+    assert "0.03 × s " in out and "s = sqrt(max(1, out/in)) of each matrix" in out
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):

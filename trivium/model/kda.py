@@ -16,6 +16,7 @@ from trivium.ops.conv import short_conv
 from trivium.ops.kda import kda, kda_gate
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows, Tile
+from trivium.ops.sigmoid import sigmoid
 
 
 class ShortConv(nn.Module):
@@ -58,7 +59,7 @@ class KimiDeltaAttention(nn.Module):
         trace.record(
             f"{self.name}.decay", lambda: kda_gate(decay_in_THK, self.A_log, dt_bias_HK, self.lower_bound).exp()
         )
-        trace.record(f"{self.name}.beta", lambda: beta_in_TH.to(work_dtype(beta_in_TH)).sigmoid())
+        trace.record(f"{self.name}.beta", lambda: sigmoid(beta_in_TH.to(work_dtype(beta_in_TH))))
 
         conv_weight_X14 = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         mixed_TX, window_S3X = short_conv(qkv_TX, conv_weight_X14, rows, state and state.window_S3X)
@@ -83,7 +84,7 @@ class KimiDeltaAttention(nn.Module):
 
         work = work_dtype(x_TD)
         o_THV = F.rms_norm(o_THV.to(work), (self.head_dim,), self.o_norm.weight.to(work), self.o_norm.eps)
-        o_THV = o_THV * self._heads(self.g_proj(x_TD)).to(work).sigmoid()
+        o_THV = o_THV * sigmoid(self._heads(self.g_proj(x_TD)).to(work))
         return self.o_proj(o_THV.flatten(1).to(x_TD.dtype)), state
 
     def _heads(self, x_TX: Tensor) -> Tensor:

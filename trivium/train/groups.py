@@ -53,7 +53,7 @@ def parameter_groups(
             rest.append((name, parameter))
         else:
             muon.append((name, parameter))
-    rule = "× sqrt(max(1, out/in))"
+    rule = "× s"
     groups = (
         Group(
             name="matrices", optimiser="Muon", rule=rule, lr=muon_lr, weight_decay=weight_decay, parameters=tuple(muon)
@@ -97,7 +97,12 @@ def build_optimisers(groups: Iterable[Group]) -> list[torch.optim.Optimizer]:
 
 def groups_table(groups: Iterable[Group]) -> Table:
     """Who got what, to be printed once."""
-    table = Table(title="parameters by optimiser", title_justify="left")
+    table = Table(
+        title="parameters by optimiser",
+        title_justify="left",
+        caption="s = sqrt(max(1, out/in)) of each matrix",
+        caption_justify="left",
+    )
     for column, justify in (
         ("optimiser", "left"),
         ("what", "left"),

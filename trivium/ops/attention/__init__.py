@@ -6,7 +6,6 @@ are one raw key shared by all heads.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from trivium.ops import backend

@@ -44,7 +44,7 @@ def latent_absorbed(
     q_nope_THK: Tensor, q_rest_THJ: Tensor, latent_UR: Tensor, shared_key_UJ: Tensor, kv_b_HXR: Tensor, rows: Rows
 ) -> Tensor:
     """`latent_attention` in the latent: one key and one value for all heads, W_k moved to q and W_v behind the sum."""
-    T, H, K = q_nope_THK.shape
+    _, H, K = q_nope_THK.shape
     scale = (K + q_rest_THJ.shape[-1]) ** -0.5
     W_k_HKR, W_v_HVR = kv_b_HXR[:, :K], kv_b_HXR[:, K:]
     q_latent_THR = (q_nope_THK.transpose(0, 1) @ W_k_HKR).transpose(0, 1)

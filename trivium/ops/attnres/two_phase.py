@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trivium.ops.sigmoid import sigmoid
+
 
 def read_blocks(blocks_NTD: Tensor, query_QD: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Phase one, for Q queries: the mix of the closed blocks alone, mix_QTD, and the log of its weights' sum, log_QT.
@@ -24,5 +26,5 @@ def read_blocks(blocks_NTD: Tensor, query_QD: Tensor, eps: float = 1e-5) -> tupl
 def merge_sum(mix_TD: Tensor, log_T: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float = 1e-5) -> Tensor:
     """Phase two, for one query: the running sum joins the softmax. Equals `attnres` over blocks and sum."""
     score_T = (F.rms_norm(sum_TD.float(), sum_TD.shape[-1:], eps=eps) * query_D.float()).sum(-1)
-    weight_T = torch.sigmoid(score_T - log_T)
+    weight_T = sigmoid(score_T - log_T)
     return torch.lerp(mix_TD, sum_TD.float(), weight_T[:, None]).to(sum_TD.dtype)

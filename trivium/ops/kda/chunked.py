@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trivium.config import TILE
-from trivium.ops.kda.gate import kda_gate, l2_norm, sigmoid
+from trivium.ops.kda.gate import kda_gate, l2_norm
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Chunks, Rows
+from trivium.ops.sigmoid import sigmoid
 
 CHUNK = 64
 
@@ -183,8 +184,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The states' way through the chunks. `keep`: also every chunk's entering state and new values, for backward."""
     state_SHKV = state_SHKV[chunks.order_S]
-    N, H, C, V = terms.U_NHCV.shape
-    K = state_SHKV.shape[2]
+    N, (_, H, K, V) = len(terms.U_NHCV), state_SHKV.shape
     o_NHCV = torch.empty_like(terms.U_NHCV)
     entering_NHKV = state_SHKV.new_empty(N, H, K, V) if keep else None
     u_NHCV = torch.empty_like(o_NHCV) if keep else None

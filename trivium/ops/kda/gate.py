@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trivium.config import LOWEST_DECAY_BOUND
 from trivium.ops.precision import work_dtype
+from trivium.ops.sigmoid import sigmoid
 
 L2_EPS = 1e-6  # inside the root, on the sum of squares
 
@@ -27,23 +28,3 @@ def kda_gate(decay_in_THK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bo
     work = work_dtype(decay_in_THK)
     z_THK = decay_in_THK.to(work) + dt_bias_HK.to(work)
     return lower_bound * sigmoid(A_log_H.to(work).exp()[:, None] * z_THK)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """torch.sigmoid with a gradient that stays exact where it saturates.
-
-    The usual y * (1 - y) is 0 in float32 from x = 17 on; sigmoid(x) * sigmoid(-x) keeps every digit.
-    """
-    return _Sigmoid.apply(x)
-
-
-class _Sigmoid(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return dy * torch.sigmoid(x) * torch.sigmoid(-x)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trivium.ops.kda.gate import kda_gate, l2_norm, sigmoid
+from trivium.ops.kda.gate import kda_gate, l2_norm
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows
+from trivium.ops.sigmoid import sigmoid
 
 
 def kda_step(
@@ -73,7 +74,7 @@ class ChunkTerms(NamedTuple):
     W: Tensor  # [C, K] M (Gamma * K)
     U: Tensor  # [C, V] M V
     A_qk: Tensor  # [C, C] lower: sum_d q_i k_j Gamma_i / Gamma_j
-    O: Tensor  # [C, V] (Gamma * Q) S + A_qk (U - W S)  # noqa: E741
+    O: Tensor  # [C, V] (Gamma * Q) S + A_qk (U - W S)
     S: Tensor  # [K, V] Diag(Gamma_C) S + (Gamma_C / Gamma * K)^T (U - W S)
 
 
@@ -94,6 +95,6 @@ def kda_chunk_terms(
     M = torch.linalg.solve_triangular(identity_CC + A_kk, torch.diag(beta_C), upper=False)
     W, U = M @ (Gamma * k_CK), M @ v_CV
     new_value_CV = U - W @ state_KV
-    O = (Gamma * q_CK) @ state_KV + A_qk @ new_value_CV  # noqa: E741
+    O = (Gamma * q_CK) @ state_KV + A_qk @ new_value_CV
     S = Gamma[-1][:, None] * state_KV + ((cumulative_CK[-1] - cumulative_CK).exp() * k_CK).T @ new_value_CV
     return ChunkTerms(Gamma, A_kk, M, W, U, A_qk, O, S)
