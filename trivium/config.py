@@ -186,7 +186,7 @@ class K3Config:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id"):
+        for name in _TOKEN_IDS:
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"{name} {getattr(self, name)} is outside vocab_size {self.vocab_size}")
         for name in ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
@@ -274,6 +274,8 @@ class K2Config:
 
 DTYPES = ("bfloat16", "float32", "float16")
 
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id")
+
 # (section, released name) -> (part of K3Config, attribute). A section is "" (top), text, linear or vision.
 _FIELDS: dict[tuple[str, str], tuple[str, str]] = {
     ("text", "num_hidden_layers"): ("", "num_layers"),
@@ -286,14 +288,8 @@ _FIELDS: dict[tuple[str, str], tuple[str, str]] = {
     ("text", "activation_situ_beta"): ("", "activation_situ_beta"),
     ("text", "activation_situ_linear_beta"): ("", "activation_situ_linear_beta"),
     ("", "dtype"): ("", "dtype"),
-    ("", "bos_token_id"): ("", "bos_token_id"),
-    ("", "eos_token_id"): ("", "eos_token_id"),
-    ("", "pad_token_id"): ("", "pad_token_id"),
-    ("", "media_placeholder_token_id"): ("", "media_placeholder_token_id"),
-    ("linear", "num_heads"): ("kda", "num_heads"),
-    ("linear", "head_dim"): ("kda", "head_dim"),
-    ("linear", "short_conv_kernel_size"): ("kda", "short_conv_kernel_size"),
-    ("linear", "gate_lower_bound"): ("kda", "gate_lower_bound"),
+    **{("", name): ("", name) for name in _TOKEN_IDS},
+    **{("linear", name): ("kda", name) for name in KdaConfig.__dataclass_fields__},
     ("text", "num_attention_heads"): ("mla", "num_heads"),
     **{("text", name): ("mla", name) for name in list(MlaConfig.__dataclass_fields__)[1:]},
     **{("text", name): ("moe", name) for name in MoeConfig.__dataclass_fields__},
@@ -320,15 +316,13 @@ _FIXED: dict[str, dict[str, Any]] = {
     },
     "linear": {"use_full_rank_gate": True},
     "vision": {
+        **dict.fromkeys(("attn_bias", "linear_bias", "patch_embed_proj_bias"), False),
         "activation_func": "gelu_pytorch_tanh",
-        "attn_bias": False,
-        "linear_bias": False,
         "merge_kernel_size": [2, 2],
         "merge_type": "sd2_tpool",
         "mlp_type": "mlp2",
         "mm_projector_type": "patchmergerv2",
         "norm_type": "rmsnorm",
-        "patch_embed_proj_bias": False,
         "pos_emb_interpolation_mode": "bilinear",
         "pos_emb_type": "divided_fixed",
         "projector_hidden_act": "gelu",
@@ -345,43 +339,24 @@ _SAID_TWICE = (
     ("vision", "mm_hidden_size", "vision", "vt_hidden_size"),
 )
 
+# fmt: off
 _QUANTIZATION: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "format": "mxfp4-pack-quantized",
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 32,
-                "num_bits": 4,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "scale_dtype": "torch.uint8",
-                "strategy": "group",
-                "symmetric": True,
-                "type": "float",
-                "zp_dtype": None,
-            },
-        }
-    },
-    "format": "mxfp4-pack-quantized",
-    "global_compression_ratio": None,
+    "config_groups": {"group_0": {
+        "format": "mxfp4-pack-quantized", "input_activations": None, "output_activations": None, "targets": ["Linear"],
+        "weights": {
+            "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
+            "observer": "minmax", "observer_kwargs": {}, "scale_dtype": "torch.uint8", "strategy": "group",
+            "symmetric": True, "type": "float", "zp_dtype": None,
+        },
+    }},
+    "format": "mxfp4-pack-quantized", "global_compression_ratio": None,
     "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
+        "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
+        "re:.*vision_tower.*", "re:.*mm_projector.*",
     ],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
+    "kv_cache_scheme": None, "quant_method": "compressed-tensors", "quantization_status": "compressed",
 }
+# fmt: on
 
 
 def _sections(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
