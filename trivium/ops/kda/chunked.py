@@ -124,7 +124,7 @@ def _chunk_terms(
         g_NHCK = g_NHCK.masked_fill(chunks.pad_NC[:, None, :, None], 0.0)
         beta_NHC = beta_NHC.masked_fill(chunks.pad_NC[:, None, :], 0.0)
     sum_NHCK = _cumulative(g_NHCK)
-    A_kk_NHCC, A_qk_NHCC = _pairs(q_NHCK, k_NHCK, sum_NHCK)
+    A_kk_NHCC, A_qk_NHCC = _Pairs.apply(q_NHCK, k_NHCK, sum_NHCK)
     in_NHCK = sum_NHCK.exp()
     right_NHCX = torch.cat([v_NHCV.to(work), in_NHCK * k_NHCK], dim=-1) * beta_NHC[..., None]
     # Substitution, never powers of A: with keys nearly parallel and beta near 1 the powers cancel to nothing.
@@ -156,27 +156,59 @@ def _cumulative(g_NHCK: Tensor) -> Tensor:
     return (tile_NHJIK + before_NHJK[:, :, :, None]).flatten(2, 3)
 
 
-def _pairs(q_NHCK: Tensor, k_NHCK: Tensor, sum_NHCK: Tensor) -> tuple[Tensor, Tensor]:
+class _Pairs(torch.autograd.Function):
     """sum_d k_i k_j exp(b_i - b_j) strictly below the diagonal, and sum_d q_i k_j exp(b_i - b_j) up to it.
 
     A tile's rows meet all columns up to its end, both against the tile's first row. That anchor never lies later than
     the row that uses it, exp(b_i - anchor) <= 1, and exp(anchor - b_j) grows over at most 15 steps: e^75 at -5 a step.
+    A token meets its own key undecayed, apart from the tiles: through them it would send +x and -x to the gate.
     """
-    C = q_NHCK.shape[2]
-    kk_rows, qk_rows = [], []
-    for start in range(0, C, TILE):
-        end = start + TILE
-        anchor_NH1K = sum_NHCK[:, :, start : start + 1]
-        rows_NHIK = (sum_NHCK[:, :, start:end] - anchor_NH1K).exp()
-        left_NHXK = torch.cat([rows_NHIK * k_NHCK[:, :, start:end], rows_NHIK * q_NHCK[:, :, start:end]], dim=2)
-        right_NHJK = (anchor_NH1K - sum_NHCK[:, :, :end]).exp() * k_NHCK[:, :, :end]
-        pair_NHXJ = left_NHXK @ right_NHJK.transpose(-1, -2)
-        kk_NHIJ, qk_NHIJ = pair_NHXJ.split(TILE, dim=2)
-        kk_rows.append(F.pad(kk_NHIJ.tril(start - 1), (0, C - end)))
-        qk_rows.append(F.pad(qk_NHIJ.tril(start - 1), (0, C - end)))
-    # A token meets its own key undecayed. Through the tiles it would send +x and -x to the gate, as above.
-    own_NHC = (q_NHCK * k_NHCK).sum(-1)
-    return torch.cat(kk_rows, dim=2), torch.cat(qk_rows, dim=2) + own_NHC.diag_embed()
+
+    @staticmethod
+    def forward(ctx, q_NHCK: Tensor, k_NHCK: Tensor, sum_NHCK: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q_NHCK, k_NHCK, sum_NHCK)
+        N, H, C, _ = q_NHCK.shape
+        kk_NHCC, qk_NHCC = q_NHCK.new_zeros(2, N, H, C, C)
+        for start in range(0, C, TILE):
+            rows, columns = slice(start, start + TILE), slice(0, start + TILE)
+            left_NHXK, _, right_NHJK, _ = _tile_factors(q_NHCK, k_NHCK, sum_NHCK, rows, columns)
+            kk_NHIJ, qk_NHIJ = (left_NHXK @ right_NHJK.transpose(-1, -2)).split(TILE, dim=2)
+            kk_NHCC[:, :, rows, columns] = kk_NHIJ.tril(start - 1)
+            qk_NHCC[:, :, rows, columns] = qk_NHIJ.tril(start - 1)
+        qk_NHCC.diagonal(dim1=-2, dim2=-1).copy_((q_NHCK * k_NHCK).sum(-1))
+        return kk_NHCC, qk_NHCC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dkk_NHCC: Tensor, dqk_NHCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_NHCK, k_NHCK, sum_NHCK = ctx.saved_tensors
+        own_NHC1 = dqk_NHCC.diagonal(dim1=-2, dim2=-1)[..., None]
+        dq_NHCK, dk_NHCK, dsum_NHCK = own_NHC1 * k_NHCK, own_NHC1 * q_NHCK, torch.zeros_like(sum_NHCK)
+        for start in range(0, q_NHCK.shape[2], TILE):
+            rows, columns = slice(start, start + TILE), slice(0, start + TILE)
+            left_NHXK, rise_NHIK, right_NHJK, fall_NHJK = _tile_factors(q_NHCK, k_NHCK, sum_NHCK, rows, columns)
+            dpair_NHXJ = torch.cat([d[:, :, rows, columns].tril(start - 1) for d in (dkk_NHCC, dqk_NHCC)], dim=2)
+            dleft_NHXK, dright_NHJK = dpair_NHXJ @ right_NHJK, dpair_NHXJ.transpose(-1, -2) @ left_NHXK
+            dleft_k_NHIK, dleft_q_NHIK = dleft_NHXK.split(TILE, dim=2)
+            dk_NHCK[:, :, rows].addcmul_(dleft_k_NHIK, rise_NHIK)
+            dq_NHCK[:, :, rows].addcmul_(dleft_q_NHIK, rise_NHIK)
+            dk_NHCK[:, :, columns].addcmul_(dright_NHJK, fall_NHJK)
+            # The anchor's own gradient is 0: it takes from the columns what it gives to the rows.
+            for part in (dleft_NHXK.mul_(left_NHXK)).split(TILE, dim=2):
+                dsum_NHCK[:, :, rows] += part
+            dsum_NHCK[:, :, columns] -= dright_NHJK.mul_(right_NHJK)
+        return dq_NHCK, dk_NHCK, dsum_NHCK
+
+
+def _tile_factors(
+    q_NHCK: Tensor, k_NHCK: Tensor, sum_NHCK: Tensor, rows: slice, columns: slice
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A tile's k rows over its q rows, and the keys it meets, decayed against the tile's first row; and the decays."""
+    anchor_NH1K = sum_NHCK[:, :, rows.start : rows.start + 1]
+    rise_NHIK = (sum_NHCK[:, :, rows] - anchor_NH1K).exp_()
+    fall_NHJK = (anchor_NH1K - sum_NHCK[:, :, columns]).exp_()
+    left_NHXK = torch.cat([rise_NHIK * k_NHCK[:, :, rows], rise_NHIK * q_NHCK[:, :, rows]], dim=2)
+    return left_NHXK, rise_NHIK, fall_NHJK * k_NHCK[:, :, columns], fall_NHJK
 
 
 def _scan(
