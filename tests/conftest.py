@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: see trivium.cli.main
+
 import torch
 from hypothesis import settings
 

@@ -69,6 +69,9 @@ def trivium_(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 something was wrong, 2 wrong usage, 130 interrupted."""
+    # Before torch is loaded. By default a thread that waits for the others spins; where another program holds a core,
+    # it spins away what they need: a training step of nano beside two busy processes took 50 s, and sleeping 1.7 s.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     app(_debug_first(sys.argv[1:] if arguments is None else arguments), prog_name="trivium")
 
 
