@@ -67,6 +67,7 @@ def test_the_released_preset_is_the_released_config():
     config = preset("k3")
     assert [config.is_mla(n) for n in (0, 2, 3, 90, 91, 92)] == [False, False, True, False, True, True]
     assert [n for n in range(93) if config.opens_block(n)] == list(range(0, 93, 12))
+    assert [n for n in range(93) if config.is_dense(n)] == [0]
     assert (config.kda.width, config.kda.padded_num_heads, config.mla.qk_head_dim) == (12288, 128, 192)
     assert config.moe.shared_intermediate_size == 6144 and config.vision.head_dim == 128
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (163584, 163586, 163839)

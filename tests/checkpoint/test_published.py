@@ -209,8 +209,8 @@ def test_experts_stored_unpacked_cannot_be_kept_packed(tiny, tmp_path):
     ("arguments", "message"),
     [
         ({"experts": "some"}, "experts: wanted unpacked or packed, got 'some'"),
-        ({"dtype": "float8"}, "dtype: wanted one of bfloat16, float32, float16, got float8"),
-        ({"dtype": torch.int32}, "dtype: wanted one of bfloat16, float32, float16, got torch.int32"),
+        ({"dtype": "float8"}, "dtype: wanted one of bfloat16, float32, float16, float64, got float8"),
+        ({"dtype": torch.int32}, "dtype: wanted one of bfloat16, float32, float16, float64, got torch.int32"),
     ],
 )
 def test_unknown_choices(arguments, message):

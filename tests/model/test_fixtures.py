@@ -15,6 +15,10 @@ from trivium.ops.rows import Rows
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 ALL = ["k3-tiny-a", "k3-tiny-b", "k3-tiny-c", "k3-tiny-d"]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")),
+]
 LOGITS = 5e-4  # absolute, as the fixtures' READMEs say of two float32 implementations
 
 
@@ -34,11 +38,13 @@ def largest(got, want):
     return float((got - want).abs().max())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("experts", ["unpacked", "packed"])
 @pytest.mark.parametrize("name", ALL)
-def test_logits(name, experts):
+def test_logits(name, experts, device):
     want = expected(name)
-    assert largest(model(name, experts=experts).logits(want["input_ids"].long()), want["logits"]) < LOGITS
+    got = model(name, experts=experts, device=device).logits(want["input_ids"].long())
+    assert got.device.type == device and largest(got.cpu(), want["logits"]) < LOGITS
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -112,26 +118,31 @@ def test_state_in_the_middle_of_a_sequence():
         assert largest(got, want[f"kda_state_at512_layer{layer_idx}"]) < 5e-5
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["k3-tiny-c", "k3-tiny-d"])
-def test_packed_documents(name):
+def test_packed_documents(name, device):
     want = expected(name)
     bounds = want["packed_cu_seqlens"].long().tolist()
     ids = want["packed_input_ids"].long()[0]
     documents = [ids[start:end].tolist() for start, end in pairwise(bounds)]
-    got = torch.cat(model(name).logits(documents))
+    got = torch.cat(model(name, device=device).logits(documents)).cpu()
     assert largest(got, want["packed_logits"][0]) < LOGITS
 
 
-def test_images_in_a_prompt():
+@pytest.mark.parametrize("device", DEVICES)
+def test_images_in_a_prompt(device):
     want = expected("k3-tiny-c")
-    network = model("k3-tiny-c").network
-    pixels = Pixels(values_P3HW=want["pixel_values"].float(), grids=tuple(map(tuple, want["grid_thws"].tolist())))
-    ids = want["vl_input_ids_expanded"].long()[0]
+    network = model("k3-tiny-c", device=device).network
+    pixels = Pixels(
+        values_P3HW=want["pixel_values"].float().to(device), grids=tuple(map(tuple, want["grid_thws"].tolist()))
+    )
+    ids = want["vl_input_ids_expanded"].long()[0].to(device)
     with torch.no_grad():
         tower_out = network.vision_tower(pixels)
         features = network.mm_projector(tower_out)
-        hidden, _ = network(ids, Rows.one(len(ids)), pixels=pixels)
+        hidden, _ = network(ids, Rows.one(len(ids), device), pixels=pixels)
         logits = network.head(hidden)
+    tower_out, features, hidden, logits = (x.cpu() for x in (tower_out, features, hidden, logits))
     assert largest(tower_out, want["tower_out"]) < 5e-5
     assert largest(features, want["vision_features"]) < 5e-5
     assert largest(hidden, want["vl_final_hidden"][0]) < 5e-4
@@ -145,3 +156,25 @@ def test_bfloat16_follows(name):
     got = trivium.load(FIXTURES / name).logits(want["input_ids"].long())
     assert got.dtype == torch.float32 and got.isfinite().all()
     assert (got.argmax(-1) == want["logits"].argmax(-1)).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fed_in_pieces_on_the_device_with_gradients_as_on_the_cpu(device):
+    want = expected("k3-tiny-d")
+    ids = want["input_ids"].long()[0, :200]
+    network = model("k3-tiny-d", device=device).network
+    with torch.no_grad():
+        state, got = network.empty_state(1), []
+        for start, end in pairwise([0, 70, 71, 72, 199, 200]):
+            rows = Rows.one(end - start, device, past=start)
+            hidden, state = network(ids[start:end].to(device), rows, state)
+            got.append(network.head(hidden).cpu())
+    assert largest(torch.cat(got), want["logits"][0, :200]) < LOGITS
+    gradients = []
+    for place in ("cpu", device):
+        trained = read_published(FIXTURES / "k3-tiny-d", dtype="float32", device=place).model
+        hidden, _ = trained(ids.to(place), Rows.of([130, 70], place))
+        trained.head(hidden).logsumexp(-1).sum().backward()
+        gradients.append({name: p.grad.cpu() for name, p in trained.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name

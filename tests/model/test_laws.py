@@ -157,6 +157,16 @@ def test_any_batch_gives_the_same_bits():
     assert torch.equal(together, torch.cat(alone))
 
 
+def test_going_on_together_is_going_on_alone():
+    model, lengths = network(), [33, 0, 7]
+    parts = [tokens(n, seed=n) for n in lengths]
+    more = [tokens(n, seed=9 + n) for n in (4, 20, 1)]
+    _, state = logits(model, torch.cat(parts), Rows.of(lengths), model.empty_state(3))
+    together, _ = logits(model, torch.cat(more), Rows.of([4, 20, 1], past=lengths), state)
+    wholes = [logits(model, torch.cat(pair))[0][len(pair[0]) :] for pair in zip(parts, more, strict=True)]
+    torch.testing.assert_close(together, torch.cat(wholes), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("t", [1, 16, 50, 299])
 def test_a_later_token_changes_no_earlier_bit_in_deterministic_mode(t):
     ids = tokens(T)
@@ -253,7 +263,8 @@ def test_router_scores_are_handed_over_in_training_only():
     model = network()
     layer = model.moe_layers()[0]
     logits(model, tokens(5))
-    assert layer.take_scores() == []  # eval
+    model(tokens(5), Rows.one(5))
+    assert layer.take_scores() == []  # eval, with gradients and without
     model.train()
     try:
         logits(model, tokens(5))

@@ -42,6 +42,17 @@ def test_a_read_by_hand():
     torch.testing.assert_close(attnres(blocks, total, query, 0.0), torch.tensor([[2.0, 3.0]], dtype=torch.float64))
 
 
+def test_eps_stands_inside_the_root_by_hand():
+    # mean(v^2) is 12.5 and so is eps: the key of (3, 4) is (3, 4) / 5, its score with query (5, 0) 3; that of 0 is 0
+    query = torch.tensor([5.0, 0.0], dtype=torch.float64)
+    blocks = torch.tensor([[[3.0, 4.0]]], dtype=torch.float64)
+    weight = 1 / (1 + math.exp(-3))
+    for backend in ("reference", "torch"):
+        with use_backend(backend):
+            read_TD = attnres(blocks, torch.zeros(1, 2, dtype=torch.float64), query, 12.5)
+        torch.testing.assert_close(read_TD, weight * blocks[0])
+
+
 @pytest.mark.parametrize("N", [1, 2, 8])
 def test_two_phases_equal_the_direct_read(N):
     blocks, total, _ = sources(N, dtype=torch.float32)

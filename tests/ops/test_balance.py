@@ -103,6 +103,11 @@ def test_weights_sum_to_the_scale_and_carry_the_gradient():
     assert torch.autograd.gradcheck(lambda x: route(x, bias_E, 4, scale=1.75).weights_TA, logit_TE)
 
 
+def test_scores_of_zero_give_weights_of_zero():
+    got = route(torch.full((1, 4), -200.0), torch.zeros(4), 2)  # exp(-200) is 0 in float32, and 0 / 0 would be nan
+    assert got.scores_TE.tolist() == [[0.0] * 4] and got.weights_TA.tolist() == [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quantile_balance_by_hand(backend):
     # 4 tokens, 3 experts, top-1, all over 8. t = the second largest = (3, 5, 4, 4); m = floor(4/3) = 1.
@@ -116,6 +121,21 @@ def test_quantile_balance_by_hand(backend):
         chosen = select_experts(score_NE, bias_E, 1)
     assert bias_E.tolist() == [-2 / 8, 1 / 8, 1 / 8]
     assert chosen[:, 0].tolist() == [0, 1, 2, 0]  # the last token stands on its threshold, 5 to 5: the lower id
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantile_balance_of_two_choices_by_hand(backend):
+    # 5 tokens, 4 experts, top-2, all over 8. With b = (0, -1, -1, 2) the third largest s + b are t = (3, 1, 4, 2, 4);
+    # m = floor(10/4) = 2. s - t by expert: 0: (4, 4, 0, 2, 0)   1: (-1, 1, 3, 0, 2)   2: (1, 0, -1, 1, -3)
+    # 3: (0, 3, 1, -1, 3); the third largest: 2, 1, 0, 1. b = (-2, -1, 0, -1), its mean -1.
+    score_NE = torch.tensor([[7.0, 2, 4, 3], [5, 2, 1, 4], [4, 7, 3, 5], [4, 2, 3, 1], [4, 6, 1, 7]]) / 8
+    bias_E = torch.tensor([0.0, -1, -1, 2]) / 8
+    with use_backend(backend):
+        before_E = count_experts(score_NE, bias_E, 2)
+        quantile_balance_(bias_E, score_NE, 2)
+        after_E = count_experts(score_NE, bias_E, 2)
+    assert (8 * bias_E).tolist() == [-1, 0, 1, 0]
+    assert (before_E.tolist(), after_E.tolist()) == ([3, 2, 0, 5], [3, 2, 2, 3])
 
 
 @pytest.mark.parametrize("num_tokens", [8, 9, 64, 101])
@@ -189,6 +209,21 @@ def test_too_few_tokens_or_nothing_to_choose_leaves_the_bias(backend, num_tokens
     with use_backend(backend):
         quantile_balance_(bias_E, distinct_scores(num_tokens, 8), num_active)
     assert torch.equal(bias_E, grid_bias(8))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_many_choices_as_experts_are_enough_to_balance(backend):
+    # N k = n = 2: one token each. All over 8: t = (3, 5), the smaller of each; m = 1.
+    # s - t by expert: 0: (2, 1)   1: (0, 0); the second largest: 1, 0. b = (-1, 0), its mean -1/2.
+    bias_E = torch.zeros(2)
+    with use_backend(backend):
+        quantile_balance_(bias_E, torch.tensor([[5.0, 3.0], [6.0, 5.0]]) / 8, 1)
+        # 2 tokens, 3 experts, top-2: fewer tokens than experts. t = (1, 2), the smallest; m = floor(4/3) = 1.
+        # s - t by expert: 0: (3, 3)   1: (2, 0)   2: (0, 2); the second largest: 3, 0, 0. b = (-3, 0, 0), its mean -1.
+        wide_E = torch.zeros(3)
+        quantile_balance_(wide_E, torch.tensor([[4.0, 3.0, 1.0], [5.0, 2.0, 4.0]]) / 8, 2)
+    assert bias_E.tolist() == [-0.5 / 8, 0.5 / 8]
+    assert wide_E.tolist() == [-2 / 8, 1 / 8, 1 / 8]
 
 
 def test_the_bias_is_moved_where_it_is():

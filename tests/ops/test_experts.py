@@ -124,6 +124,17 @@ def test_bfloat16_rounds_each_experts_output_and_sums_in_float32(layout, backend
     assert torch.equal(y_TL, (256 * parts[0] + parts[1]).bfloat16())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_three_outputs_are_summed_in_float32(backend):
+    # 256 a + b + c: in bfloat16 the sum would be rounded behind b already
+    latent_TL, experts_TA, (_, w1, w3, w2) = case(16, 3, dtype=torch.bfloat16)
+    weights_TA = torch.tensor([[256.0, 1.0, 1.0]]).expand(16, 3)
+    with use_backend(backend):
+        got = [run(latent_TL, experts_TA, weights_TA, w1, w3, w2) for run in (experts, experts_tile)]
+        a, b, c = (experts(latent_TL, e[:, None], torch.ones(16, 1), w1, w3, w2).float() for e in experts_TA.unbind(1))
+    assert torch.equal(got[0], (256 * a + b + c).bfloat16()) and torch.equal(got[1], got[0])
+
+
 def test_bfloat16_gradients_follow_float32(layout):
     inputs = case(40, dtype=torch.bfloat16)
     wide = (inputs[0].float(), inputs[1], [x.float() for x in inputs[2]])

@@ -179,6 +179,13 @@ def test_the_gate_by_hand():
     torch.testing.assert_close(g.flatten(), torch.tensor([-2.5, -5 / (1 + math.exp(-2))]))
 
 
+def test_the_l2_norm_by_hand():
+    # sum of squares 9e-6 + 16e-6 = 25e-6; with 1e-6 more under the root it is sqrt(26) e-3, no longer 5e-3
+    x = torch.tensor([[[3e-3, 4e-3]]], dtype=torch.float64)
+    want = torch.tensor([[[3.0, 4.0]]], dtype=torch.float64) / math.sqrt(26)
+    torch.testing.assert_close(l2_norm(x), want, rtol=1e-9, atol=0)
+
+
 def test_published_terms_are_those_of_the_recurrence():
     C = 20
     case, rows = inputs([C])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.tiny import tiny_config
 from trivium.api import load
 from trivium.chat.tokenizer import train_tokenizer
-from trivium.config import KdaConfig, MlaConfig, MoeConfig, model_preset
 from trivium.data.pack import make_batch, pack, pieces, tokenize
 from trivium.data.source import Document
 from trivium.model.init import initialise_
@@ -18,6 +18,7 @@ from trivium.model.kimi_k3 import KimiK3
 from trivium.ops.balance import quantile_balance_
 from trivium.train.groups import build_optimisers, parameter_groups
 from trivium.train.heldout import score
+from trivium.train.loop import Length
 from trivium.train.loss import token_nll
 from trivium.train.pretrain import PretrainConfig, pretrain
 from trivium.train.step import train_step
@@ -25,27 +26,7 @@ from trivium.train.step import train_step
 NUM_RANKS = 300
 TEXTS = [f"def f{idx}(x):\n    return x + {idx}  # adds {idx}\n" * 4 for idx in range(40)]
 TOKENIZER = train_tokenizer(TEXTS, NUM_RANKS)
-CONFIG = replace(
-    model_preset("nano"),
-    num_layers=3,
-    hidden_size=32,
-    intermediate_size=48,
-    attn_res_block_size=2,
-    vocab_size=NUM_RANKS + 256,
-    bos_token_id=TOKENIZER.bos_id,
-    eos_token_id=TOKENIZER.eos_id,
-    pad_token_id=TOKENIZER.pad_id,
-    media_placeholder_token_id=TOKENIZER.media_pad_id,
-    kda=KdaConfig(num_heads=2, head_dim=16),
-    mla=MlaConfig(num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
-    moe=MoeConfig(
-        num_experts=6,
-        num_experts_per_token=2,
-        num_shared_experts=1,
-        moe_intermediate_size=32,
-        routed_expert_hidden_size=32,
-    ),
-)
+CONFIG = tiny_config(NUM_RANKS)
 
 
 def stream_of(texts):
@@ -79,7 +60,13 @@ def full_batch():
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = PretrainConfig(
-        recipe="test", model=CONFIG, minutes=1, num_steps=40, batch_tokens=256, max_len=64, eval_tokens=128, num_evals=4
+        recipe="test",
+        model=CONFIG,
+        length=Length(seconds=60, num_steps=40),
+        batch_tokens=256,
+        max_len=64,
+        eval_tokens=128,
+        num_evals=4,
     )
     console = Console(record=True, width=120, file=io.StringIO())
     result = pretrain(
@@ -131,8 +118,15 @@ def test_the_table_of_who_got_what_is_printed_once(run):
     assert "0.03 × s " in out and "s = sqrt(max(1, out/in)) of each matrix" in out
 
 
+def test_a_config_that_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="^max_len: wanted at least 1, got 0$"):
+        PretrainConfig(recipe="test", model=CONFIG, length=Length(seconds=60), max_len=0)
+    with pytest.raises(ValueError, match="^muon_lr: wanted a number above 0, got 0$"):
+        PretrainConfig(recipe="test", model=CONFIG, length=Length(seconds=60), muon_lr=0)
+
+
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
-    config = PretrainConfig(recipe="test", model=replace(CONFIG, vocab_size=1000), minutes=1)
+    config = PretrainConfig(recipe="test", model=replace(CONFIG, vocab_size=1000), length=Length(seconds=60))
     with pytest.raises(ValueError, match="^tokenizer: 556 ids, but vocab_size is 1000$"):
         pretrain(config, stream_of(TEXTS), stream_of(TEXTS), TOKENIZER, tmp_path, data={}, console=Console(quiet=True))
 

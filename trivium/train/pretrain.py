@@ -37,8 +37,7 @@ class PretrainConfig:
 
     recipe: str
     model: K3Config
-    minutes: float
-    num_steps: int | None = None  # counts instead of the minutes
+    length: Length
     batch_tokens: int = 2048
     max_len: int = 256
     muon_lr: float = 0.03
@@ -49,6 +48,14 @@ class PretrainConfig:
     eval_tokens: int = 8192
     num_threads: int = 2
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "max_len", "num_evals", "eval_tokens", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
+        for name in ("muon_lr", "adamw_lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: wanted a number above 0, got {getattr(self, name)}")
 
 
 class SavedTokenizer(Protocol):
@@ -85,7 +92,6 @@ def pretrain(
     """
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ValueError(f"tokenizer: {tokenizer.vocab_size} ids, but vocab_size is {config.model.vocab_size}")
-    length = Length(seconds=60 * config.minutes, num_steps=config.num_steps)
     model = KimiK3(config.model)
     initialise_(model, config.seed)
     groups = parameter_groups(
@@ -115,7 +121,7 @@ def pretrain(
             ),
             build_optimisers(groups),
             config.schedule,
-            length,
+            config.length,
             log,
             evaluate=lambda: score(model, part),
             num_evals=config.num_evals,
@@ -135,7 +141,7 @@ def _run_json(
         "recipe": config.recipe,
         "arguments": arguments,
         "seed": config.seed,
-        "planned_steps": config.num_steps,
+        "planned_steps": config.length.num_steps,
         "steps": loop.num_steps,
         "tokens": loop.num_tokens,
         "time_s": round(loop.time_s, 1),

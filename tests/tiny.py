@@ -1,0 +1,32 @@
+"""The smallest K3 that has every part: KDA and MLA, dense and MoE layers, two residual blocks."""
+
+from dataclasses import replace
+
+from trivium.config import K3Config, KdaConfig, MlaConfig, MoeConfig, model_preset
+
+
+def tiny_config(num_ranks: int) -> K3Config:
+    """For a tokenizer of that many ranks, the 256 control ids behind them."""
+    return replace(
+        model_preset("nano"),
+        num_layers=3,
+        hidden_size=32,
+        intermediate_size=48,
+        attn_res_block_size=2,
+        vocab_size=num_ranks + 256,
+        bos_token_id=num_ranks,
+        eos_token_id=num_ranks + 2,
+        media_placeholder_token_id=num_ranks + 21,
+        pad_token_id=num_ranks + 255,
+        kda=KdaConfig(num_heads=2, head_dim=16),
+        mla=MlaConfig(
+            num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8
+        ),
+        moe=MoeConfig(
+            num_experts=6,
+            num_experts_per_token=2,
+            num_shared_experts=1,
+            moe_intermediate_size=32,
+            routed_expert_hidden_size=32,
+        ),
+    )
