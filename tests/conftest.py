@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: see trivium.cli.main
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # before torch: see trivium.cli.main
 
 import torch
 from hypothesis import settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +24,6 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="of the initialisation and the order of the text")] = 0,
 ) -> None:
     """Train a small K3 on text that every machine has: no download, two cores, four minutes."""
-    # Before torch is loaded. By default a thread that waits for the other one spins for long. That is no matter on a free
-    # machine, but with both cores in other use the other one does not come: a step of 0.7 s then took 53 s, so it takes 5.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     import torch
     from rich.console import Console
 
