@@ -2,7 +2,7 @@
 
 `flips.toml` holds the lines, the wrong code tried in the place of each, and the tests. The fast tests hold it and the
 page together; the slow ones put every wrong line into a copy of the package and see its test fail. All of them:
-`pytest -m slow tests/test_flips.py -n 2`, about a quarter of an hour on two cores.
+`pytest -m slow tests/test_flips.py -n 2`, about ten minutes on two cores.
 """
 
 import json
