@@ -5,7 +5,7 @@ MINUTES ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: test quickstart lint FORCE
+.PHONY: test quickstart lint flips FORCE
 .DELETE_ON_ERROR:
 
 test: $(VENV)/installed
@@ -13,6 +13,10 @@ test: $(VENV)/installed
 
 quickstart: $(VENV)/installed
 	$(BIN)/trivium quickstart --minutes $(MINUTES)
+
+# Puts every wrong line of tests/flips.toml into a copy of the package and sees the named test fail: ten minutes.
+flips: $(VENV)/installed
+	$(BIN)/python -m pytest -q -n 2 -m slow tests/test_flips.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check

@@ -16,7 +16,7 @@ from trivium.config import K3Config
 from trivium.model.kimi_k3 import KimiK3
 from trivium.model.sample import check_sampling, sample
 from trivium.model.trace import trace
-from trivium.ops.backend import NAMES, use_backend
+from trivium.ops.backend import NAMES, availability, use_backend
 from trivium.ops.rows import Rows
 
 __all__ = ["Generation", "Model", "Piece", "load", "trace"]
@@ -61,10 +61,15 @@ def load(
     """
     if backend is not None and backend not in NAMES:
         raise ValueError(f"backend: wanted one of {', '.join(NAMES)}, got {backend!r}")
-    if deterministic and torch.device(device).type != "cpu":
+    kind = _device_kind(device)
+    for line in availability():
+        if line.device == kind and line.backend == (backend or "torch") and not line.usable:
+            raise ValueError(f"device {device}, backend {line.backend}: {line.reason}")
+    if deterministic and kind != "cpu":
         raise ValueError(f"deterministic: its equalities are established on the CPU only, not on {device}")
-    folder = Path(path)
-    published = read_published(folder, dtype=dtype, device=device, experts=experts)
+    path = Path(path)
+    folder = path.parent if path.is_file() else path
+    published = read_published(path, dtype=dtype, device=device, experts=experts)
     published.model.eval()
     published.model.deterministic = deterministic
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tiktoken.model").exists() else None
@@ -74,6 +79,13 @@ def load(
             f"{published.config.vocab_size}"
         )
     return Model(network=published.model, tokenizer=tokenizer, folder=folder, backend=backend, layout=published.layout)
+
+
+def _device_kind(device: str | torch.device) -> str:
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is not one that torch knows") from error
 
 
 class Model:
@@ -121,7 +133,11 @@ class Model:
         seed: int | None = None,
         stop: Sequence[str] = (),
     ) -> Generation:
-        """Continue the prompt, text or ids, until the end id, a stop string, or max_tokens."""
+        """Continue the prompt, text or ids, until the end id, a stop string, or max_tokens.
+
+        A text that is not empty is encoded as it is; an empty one is a document's beginning, [BOS]. Raises ValueError
+        as `stream` does.
+        """
         pieces = list(
             self.stream(prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
         )

@@ -126,6 +126,8 @@ class VisionConfig:
 
     def __post_init__(self) -> None:
         _positive(self, *(name for name in self.__dataclass_fields__ if name != "projector_ln_eps"))
+        if self.vt_hidden_size % 2:
+            raise ValueError(f"vt_hidden_size {self.vt_hidden_size} is odd: half of a frame's time term are sines")
         # The rotation turns pairs of channels, half of them by column and half by row.
         if self.qkv_hidden_size % (4 * self.vt_num_attention_heads):
             raise ValueError(
@@ -369,6 +371,8 @@ def _sections(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     sections = {"": content, "text": text, "linear": linear}
     if content.get("vision_config") is not None:
         sections["vision"] = content["vision_config"]
+        if not isinstance(sections["vision"], dict):
+            raise ValueError(f"vision_config: wanted an object, got {json.dumps(sections['vision'])}")
     return sections
 
 
@@ -437,6 +441,8 @@ def _check_quantization(text: dict[str, Any], moe: MoeConfig) -> None:
     quantization = text.get("quantization_config")
     if quantization is None:
         return
+    if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups", {}), dict):
+        raise ValueError(f"quantization_config: wanted an object with config_groups, got {json.dumps(quantization)}")
     if quantization.get("format") != "mxfp4-pack-quantized":
         raise ValueError(f'format: wanted "mxfp4-pack-quantized", got {json.dumps(quantization.get("format"))}')
     for group in quantization.get("config_groups", {}).values():
@@ -452,7 +458,8 @@ def _check_quantization(text: dict[str, Any], moe: MoeConfig) -> None:
 def _to_released(config: K3Config) -> dict[str, Any]:
     content = copy.deepcopy(config.source) or _released_template()
     if config.vision is None:
-        content.pop("vision_config", None)
+        if content.get("vision_config") is not None:
+            del content["vision_config"]
     elif content.get("vision_config") is None:
         content["vision_config"] = {**_FIXED["vision"], "init_pos_emb_time": config.vision.init_pos_emb_time}
     sections = _sections(content)
@@ -462,8 +469,10 @@ def _to_released(config: K3Config) -> dict[str, Any]:
     for section, name, other_section, other in _SAID_TWICE:
         if section in sections and (name in sections[section] or not config.source):
             sections[section][name] = sections[other_section][other]
-    sections["linear"]["full_attn_layers"] = list(config.mla_layers)
-    sections["linear"]["kda_layers"] = [n for n in range(1, config.num_layers + 1) if n not in config.mla_layers]
+    kda_layers = [n for n in range(1, config.num_layers + 1) if n not in config.mla_layers]
+    for name, layers in (("full_attn_layers", config.mla_layers), ("kda_layers", kda_layers)):
+        if sorted(sections["linear"].get(name, ())) != list(layers):  # in the order they came, where they are the same
+            sections["linear"][name] = list(layers)
     return content
 
 

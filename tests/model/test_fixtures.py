@@ -10,7 +10,7 @@ import torch
 
 import trivium
 from trivium.checkpoint.published import read_published
-from trivium.model.vision import Pixels
+from trivium.ops.pixels import Pixels
 from trivium.ops.rows import Rows
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

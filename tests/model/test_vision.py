@@ -324,8 +324,8 @@ def test_patches_of_another_size_are_refused():
 
 
 def test_an_odd_width_is_refused():
-    with pytest.raises(ValueError, match="^vt_hidden_size: wanted an even number"):
-        VisionTower(small_config(vt_hidden_size=5))
+    with pytest.raises(ValueError, match="^vt_hidden_size 5 is odd"):
+        small_config(vt_hidden_size=5)
 
 
 def test_no_items_give_no_rows():

@@ -80,7 +80,7 @@ def test_full_form_is_the_block_form_with_blocks_of_one_sublayer():
         norm, proj = RMSNorm(D, 1e-5).double(), Linear(D, 1).double()
         torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(proj.weight)
         x = read(stream, norm, proj, f"{sublayer}")
-        query = norm.weight.float() * proj.weight[0].float()
+        query = norm.weight * proj.weight[0]
         torch.testing.assert_close(x, attnres_full(outputs, query))
         outputs.append(torch.tanh(x @ torch.randn(D, D, dtype=torch.float64)))
         stream = stream.close_block().add(outputs[-1])

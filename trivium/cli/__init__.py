@@ -31,8 +31,9 @@ class OneLineErrors(TyperGroup):
                 raise
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
-        except (ValueError, OSError, ArithmeticError) as error:
-            if ctx.params["debug"]:
+        except (ValueError, OSError, ArithmeticError, RuntimeError, ImportError, MemoryError) as error:
+            # typer.Exit and typer.Abort are RuntimeErrors and carry their own exit code.
+            if ctx.params["debug"] or isinstance(error, typer.Exit | typer.Abort):
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
             typer.echo(f"error: {message}", err=True)

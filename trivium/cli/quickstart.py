@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +33,7 @@ def quickstart(
     from trivium.chat.tokenizer import train_tokenizer
     from trivium.data.pack import tokenize
     from trivium.data.source import fingerprint, folder_of_text, split_by_source, standard_library
-    from trivium.ops.backend import availability
+    from trivium.ops.backend import default_backend
     from trivium.recipes.quickstart import quickstart as recipe
     from trivium.train.pretrain import pretrain
     from trivium.train.run_folder import claim_run_folder, write_text
@@ -39,10 +41,8 @@ def quickstart(
     console = Console(highlight=False, soft_wrap=True)
     config = recipe(minutes=minutes, num_steps=steps, seed=seed)
     torch.set_num_threads(config.num_threads)
-    usable = {row.backend for row in availability() if row.device == "cpu" and row.usable}
     console.print(
-        f"trivium {trivium.__version__} on the CPU: backend {'native' if 'native' in usable else 'torch'}, "
-        f"{torch.get_num_threads()} threads"
+        f"trivium {trivium.__version__} on the CPU: backend {default_backend('cpu')}, {torch.get_num_threads()} threads"
     )
 
     documents = folder_of_text(data) if data else standard_library()
@@ -87,9 +87,11 @@ def quickstart(
     write_text(folder / "samples.md", "\n".join([about_them, *(f"````\n{text}\n````\n" for text in texts)]))
     console.print("\na sample:\n")
     console.print(texts[0], markup=False)
+    # Behind `make quickstart` no `trivium` is on the path, but the program that runs this is.
+    command = "trivium" if shutil.which("trivium") else f"{sys.executable} -m trivium"
     console.print(
         f"\nwritten to {folder}\n"
-        f"go on with:  trivium generate {folder} --prompt {PROMPTS[0]!r}\n"
+        f"go on with:  {command} generate {folder} --prompt {PROMPTS[0]!r}\n"
         f"in Python:   trivium.load({str(folder)!r}).generate({PROMPTS[0]!r}).text",
         markup=False,
     )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trivium.ops.pixels import Pixels
 from trivium.ops.rows import Rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """T packed tokens and what should follow each.
 
@@ -26,7 +27,7 @@ class Batch:
     rows: Rows
     num_bytes: int
     source: str
-    pixels: Tensor | None = None
+    pixels: Pixels | None = None
     logprobs_T: Tensor | None = None
     advantage_T: Tensor | None = None
 

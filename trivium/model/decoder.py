@@ -25,6 +25,8 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Embedding rows to hidden rows, layer by layer."""
+
     def __init__(self, config: K3Config, packed: bool) -> None:
         super().__init__()
         D, eps = config.hidden_size, config.rms_norm_eps
@@ -49,6 +51,8 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
+    """Decoder and lm_head, under the released names."""
+
     def __init__(self, config: K3Config, packed: bool) -> None:
         super().__init__()
         self.model = Decoder(config, packed)

@@ -1,4 +1,4 @@
-"""The KDA layer: projections, short convolutions, the gated delta rule, output norm and gate (spec c.3)."""
+"""The KDA layer: projections, short convolutions, the gated delta rule, output norm and gate."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class ShortConv(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
+    """x_TD and the layer's state to its output [T, D] and new state (docs/model.md, 19-41; arXiv 2510.26692)."""
+
     def __init__(self, config: K3Config, name: str) -> None:
         super().__init__()
         self.name = name

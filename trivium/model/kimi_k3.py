@@ -13,8 +13,9 @@ from trivium.config import TILE, K3Config
 from trivium.model import trace
 from trivium.model.decoder import LanguageModel
 from trivium.model.moe import LatentMoe
-from trivium.model.state import ModelState, empty_state
-from trivium.model.vision import Pixels, Projector, VisionTower, scatter_features
+from trivium.model.state import KdaState, ModelState, empty_state
+from trivium.model.vision import Projector, VisionTower, scatter_features
+from trivium.ops.pixels import Pixels
 from trivium.ops.rows import Rows, Tile
 
 
@@ -28,14 +29,21 @@ class KimiK3(nn.Module):
     runs on one tile of 16 rows of one sequence at a time (see `Tile`), without gradients.
     """
 
-    def __init__(self, config: K3Config, *, dtype: torch.dtype | None = None, experts: str = "unpacked") -> None:
+    def __init__(
+        self,
+        config: K3Config,
+        *,
+        dtype: torch.dtype | None = None,
+        experts: str = "unpacked",
+        deterministic: bool = False,
+    ) -> None:
         super().__init__()
         if not isinstance(config, K3Config):
             raise ValueError(f"config: wanted a K3Config, got {type(config).__name__}")
         if experts not in ("unpacked", "packed"):
             raise ValueError(f'experts: wanted "unpacked" or "packed", got {experts!r}')
         self.config = config
-        self.deterministic = False
+        self.deterministic = deterministic
         with _default_dtype(dtype or getattr(torch, config.dtype)):
             self.language_model = LanguageModel(config, packed=experts == "packed")
             if config.vision is not None:
@@ -58,7 +66,13 @@ class KimiK3(nn.Module):
         `rows.past_S` must say what the state holds. `pixels` are the images whose placeholders the ids hold, one id a
         merged window (`expand_placeholders`).
         """
-        _check_inputs(ids_T, rows, state)
+        _check_inputs(ids_T, rows, state, self.deterministic)
+        with trace.running(self):
+            return self._forward(ids_T, rows, state, pixels)
+
+    def _forward(
+        self, ids_T: Tensor, rows: Rows, state: ModelState | None, pixels: Pixels | None
+    ) -> tuple[Tensor, ModelState | None]:
         if self.deterministic:
             with torch.no_grad():
                 hidden_TD, new_state = self._by_tiles(self.embed(ids_T, pixels), rows, state)
@@ -96,7 +110,7 @@ class KimiK3(nn.Module):
 
     def moe_layers(self) -> list[LatentMoe]:
         """Every MoE layer's feed-forward, in order."""
-        return [layer.block_sparse_moe for layer in self.language_model.model.layers if not hasattr(layer, "mlp")]
+        return [layer.block_sparse_moe for layer in self.language_model.model.layers if not layer.is_dense]
 
     def _by_tiles(self, embed_TD: Tensor, rows: Rows, state: ModelState | None) -> tuple[Tensor, ModelState]:
         """Every sequence tile by tile over the absolute grid of 16 positions."""
@@ -134,7 +148,7 @@ def _lengths_after(rows: Rows) -> tuple[int, ...]:
     return tuple(past + length for past, length in zip(rows.past, rows.lengths, strict=True))
 
 
-def _check_inputs(ids_T: Tensor, rows: Rows, state: ModelState | None) -> None:
+def _check_inputs(ids_T: Tensor, rows: Rows, state: ModelState | None, deterministic: bool) -> None:
     if ids_T.dim() != 1 or ids_T.dtype != torch.int64:
         raise ValueError(f"ids: wanted int64 [T], got {ids_T.dtype} {list(ids_T.shape)}")
     if rows.num_tokens != len(ids_T):
@@ -144,3 +158,7 @@ def _check_inputs(ids_T: Tensor, rows: Rows, state: ModelState | None) -> None:
     held = state.lengths if state is not None else (0,) * rows.num_sequences
     if rows.past != held:
         raise ValueError(f"rows.past_S: {rows.past} tokens, but the state holds {held}")
+    for layer in state.layers if state is not None else ():
+        if isinstance(layer, KdaState) and (layer.pending is not None) != deterministic:
+            mode = "deterministic" if deterministic else "default"
+            raise ValueError(f"state: it was kept in the other mode, this model runs in {mode} mode")

@@ -1,4 +1,4 @@
-"""One decoder layer: read the stream, mix between tokens, read again, mix between channels (spec c.2)."""
+"""One decoder layer: read the stream, mix between tokens, read again, mix between channels ."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from trivium.ops.rows import Rows
 
 
 class DecoderLayer(nn.Module):
+    """The 0-based layer `layer_idx`: KDA or Gated MLA, then a dense MLP or LatentMoE (docs/model.md, 14-18)."""
+
     def __init__(self, config: K3Config, layer_idx: int, packed: bool) -> None:
         super().__init__()
         self.name = f"layers.{layer_idx}"
@@ -31,7 +33,8 @@ class DecoderLayer(nn.Module):
             self.self_attn = GatedMla(config)
         else:
             self.self_attn = KimiDeltaAttention(config, f"{self.name}.self_attn")
-        if config.is_dense(layer_idx):
+        self.is_dense = config.is_dense(layer_idx)
+        if self.is_dense:
             self.mlp = Mlp(config, config.intermediate_size)
         else:
             self.block_sparse_moe = LatentMoe(config, f"{self.name}.moe", packed)
@@ -50,6 +53,4 @@ class DecoderLayer(nn.Module):
         return stream, state
 
     def _ffn(self, x_TD: Tensor, rows: Rows) -> Tensor:
-        if hasattr(self, "mlp"):
-            return self.mlp(x_TD)
-        return self.block_sparse_moe(x_TD, rows)
+        return self.mlp(x_TD) if self.is_dense else self.block_sparse_moe(x_TD, rows)

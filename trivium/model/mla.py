@@ -1,4 +1,4 @@
-"""Gated multi-head latent attention without positions (spec c.4)."""
+"""Gated multi-head latent attention without positions."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ LATENT_NORM_EPS = 1e-6
 
 
 class GatedMla(nn.Module):
+    """x_TD and the layer's latents to its output [T, D] and grown latents (docs/model.md, 42-52; arXiv 2405.04434)."""
+
     def __init__(self, config: K3Config) -> None:
         super().__init__()
         mla, D = config.mla, config.hidden_size

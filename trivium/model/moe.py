@@ -1,4 +1,4 @@
-"""Stable LatentMoE: routed experts in a latent, one norm behind their sum, shared experts on the full width (spec c.5)."""
+"""Stable LatentMoE: routed experts in a latent, one norm behind their sum, shared experts on the full width."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PackedStack(nn.Module):
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.dtype = torch.get_default_dtype()
+        self.dtype = torch.get_default_dtype()  # what KimiK3 builds in, and what the bytes unpack to
         shape = (num_experts, out_features)
         self.register_buffer("weight_packed", torch.empty(*shape, in_features // 2, dtype=torch.uint8))
         self.register_buffer("weight_scale", torch.empty(*shape, in_features // 32, dtype=torch.uint8))
@@ -85,6 +85,8 @@ class Experts(nn.Module):
 
 
 class LatentMoe(nn.Module):
+    """x_TD to the output of its routed and shared experts [T, D] (docs/model.md, 53-62)."""
+
     def __init__(self, config: K3Config, name: str, packed: bool) -> None:
         super().__init__()
         self.name = name

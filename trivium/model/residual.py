@@ -10,9 +10,10 @@ from torch import Tensor
 from trivium.model import trace
 from trivium.model.layers import Linear, RMSNorm
 from trivium.ops.attnres import attnres, attnres_weights
+from trivium.ops.precision import work_dtype
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ResidualStream:
     """`blocks_NTD`, oldest first, and `sum_TD`, the running sum; None when the block has just restarted."""
 
@@ -36,7 +37,8 @@ class ResidualStream:
 
 def read(stream: ResidualStream, norm: RMSNorm, proj: Linear, name: str) -> Tensor:
     """What a sublayer reads, [T, D]. The norm's weight multiplies the key alone, so the query is norm * proj."""
-    query_D = norm.weight.float() * proj.weight[0].float()
+    work = work_dtype(norm.weight)
+    query_D = norm.weight.to(work) * proj.weight[0].to(work)
     trace.record(
         f"{name}.weight",
         lambda: attnres_weights(torch.cat([stream.blocks_NTD, stream.sum_TD[None]]), query_D, norm.eps),

@@ -11,7 +11,7 @@ from trivium.config import TILE, K3Config
 from trivium.ops.rows import Rows, Tile
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pending:
     """Projected inputs of the tokens behind the last grid point, in their places of one tile of 16; zeros elsewhere."""
 
@@ -21,7 +21,7 @@ class Pending:
     counts: tuple[int, ...]  # tokens kept, 0 to 15 a sequence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class KdaState:
     """One KDA layer's memory of S sequences. `state_SHKV` is float32; the window holds the last three inputs of the
     convolution, oldest first. With `pending` (deterministic mode) both are those of the last grid point."""
@@ -31,7 +31,7 @@ class KdaState:
     pending: Pending | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MlaState:
     """One MLA layer's memory: normed latents [U, R] and raw shared keys [U, J] of all tokens, sequence by sequence.
 
@@ -64,7 +64,7 @@ def _interleave(old_UR: Tensor, new_TR: Tensor, rows: Rows) -> Tensor:
 LayerState = KdaState | MlaState
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ModelState:
     """Every layer's state, and how many tokens each sequence has fed in."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ class Trace(Mapping[str, Tensor]):
     sorted by id and `.moe.weights` [T, A] · `output_read.weight` [N, T] · `final_hidden` [T, D].
     """
 
-    def __init__(self, names: Sequence[str] | None) -> None:
+    def __init__(self, network: object, names: Sequence[str] | None) -> None:
+        self.network = network
+        self.listening = False  # while the network's own forward runs
         self._patterns = names
         self._pieces: dict[str, list[Tensor]] = {}
         self._token_dim: dict[str, int] = {}
@@ -49,13 +51,11 @@ class Trace(Mapping[str, Tensor]):
         return len(self._pieces)
 
 
-class HasConfig(Protocol):
-    config: K3Config
-
-
 @contextmanager
-def trace(model: HasConfig, names: Sequence[str] | None = None) -> Iterator[Trace]:
-    """Record the forwards that run inside the block; `names` limits it, with * and ? as in file names.
+def trace(model: Any, names: Sequence[str] | None = None) -> Iterator[Trace]:
+    """Record the forwards of `model` (a KimiK3, or the Model that holds one) inside the block.
+
+    `names` limits what is kept, with * and ? as in file names.
 
     Raises ValueError for a name that this model has not, or when another trace is running.
     """
@@ -68,7 +68,7 @@ def trace(model: HasConfig, names: Sequence[str] | None = None) -> Iterator[Trac
     for pattern in names or ():
         if not any(fnmatchcase(name, pattern) for name in known):
             raise ValueError(f"trace: this model has no {pattern!r}; names are like {known[0]!r} or {known[-1]!r}")
-    _active = Trace(names)
+    _active = Trace(getattr(model, "network", model), names)
     try:
         yield _active
     finally:
@@ -90,9 +90,23 @@ def trace_names(config: K3Config) -> list[str]:
 
 def record(name: str, make: Callable[[], Tensor], token_dim: int = 0) -> None:
     """Keep make() under this name if a running trace wants it; costs nothing otherwise."""
-    if _active is not None and _active.wants(name):
+    if _active is not None and _active.listening and _active.wants(name):
         with torch.no_grad():
             _active.keep(name, make(), token_dim)
+
+
+@contextmanager
+def running(network: object) -> Iterator[None]:
+    """Around a network's forward: only that of the traced network is recorded."""
+    if _active is None:
+        yield
+        return
+    before, _active.listening = _active.listening, _active.network is network
+    try:
+        yield
+    finally:
+        if _active is not None:
+            _active.listening = before
 
 
 @contextmanager

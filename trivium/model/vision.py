@@ -7,7 +7,6 @@ one `Pixels` lie one behind the other and never see each other: there is no padd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -16,55 +15,12 @@ from torch import Tensor, nn
 
 from trivium.config import VisionConfig
 from trivium.model.layers import Linear, RMSNorm
+from trivium.ops.pixels import Grid, Pixels, num_merged, num_patches
 from trivium.ops.precision import work_dtype
-
-Grid = tuple[int, int, int]  # frames, rows, columns, in patches
 
 NORM_EPS = 1.1920929e-07  # the tower's norms name no eps: the framework's default, float32's epsilon in every dtype
 BASE = 10000.0  # of the rotation's frequencies and of the time term's
 MAX_SIDE = 512  # rows or columns: the released tower turns positions up to 511
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pixels:
-    """The patches of all images, item by item, each item row-major over (frame, row, column).
-
-    `values_P3HW` are floating point, P patches of 3 channels and patch x patch pixels. `grids` say on the host how many
-    frames, rows and columns each item has; a frame's rows and columns are even, since 2 x 2 patches become one token.
-    """
-
-    values_P3HW: Tensor
-    grids: tuple[Grid, ...]
-
-    def __post_init__(self) -> None:
-        shape = tuple(self.values_P3HW.shape)
-        if len(shape) != 4 or shape[1] != 3 or shape[2] != shape[3] or not self.values_P3HW.is_floating_point():
-            raise ValueError(
-                f"pixels: wanted floating-point patches [P, 3, patch, patch], "
-                f"got {list(shape)} {self.values_P3HW.dtype}"
-            )
-        for item_idx, grid in enumerate(self.grids):
-            if len(grid) != 3 or any(type(size) is not int or size < 1 for size in grid):
-                raise ValueError(f"pixels: item {item_idx} wants a grid of 3 positive whole numbers, got {grid}")
-            if grid[1] % 2 or grid[2] % 2:
-                raise ValueError(f"pixels: item {item_idx} wants even rows and columns, got {grid[1]} x {grid[2]}")
-        if sum(num_patches(grid) for grid in self.grids) != shape[0]:
-            raise ValueError(
-                f"pixels: the grids {self.grids} hold {sum(num_patches(grid) for grid in self.grids)} patches, "
-                f"got {shape[0]}"
-            )
-
-
-def num_patches(grid: Grid) -> int:
-    """Patches of one item: frames * rows * columns."""
-    num_frames, num_rows, num_columns = grid
-    return num_frames * num_rows * num_columns
-
-
-def num_merged(grid: Grid) -> int:
-    """Text positions of one item: one for each 2 x 2 window; frames are averaged away."""
-    _, num_rows, num_columns = grid
-    return num_rows * num_columns // 4
 
 
 class VisionTower(nn.Module):
@@ -76,10 +32,6 @@ class VisionTower(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        if config.vt_hidden_size % 2:
-            raise ValueError(
-                f"vt_hidden_size: wanted an even number, half of the time term are sines, got {config.vt_hidden_size}"
-            )
         self.config = config
         self.patch_embed = PatchEmbedding(config)
         self.encoder = Encoder(config)

@@ -1,7 +1,7 @@
 """Which of an operation's implementations runs: `reference`, `torch` or `native`.
 
-The default is `native` where an operation has a kernel for the tensor's device, else `torch`. `use_backend` asks for
-one by name; an operation that lacks it raises. Nothing falls back: a kernel that fails, fails.
+The default is `native` where an operation names one, else `torch`. `use_backend` asks for one by name; an operation
+that lacks it raises. Nothing falls back: a kernel that fails, fails.
 """
 
 from __future__ import annotations
@@ -37,10 +37,16 @@ def choose(op: str, **implementations: Callable[..., Any]) -> Callable[..., Any]
 
     Raises ValueError when a backend was asked for that this operation does not have.
     """
-    name = _asked or "torch"
+    name = _asked or ("native" if "native" in implementations else "torch")
     if name not in implementations:
         raise ValueError(f"{op}: has no {name!r} backend, only {', '.join(implementations)}")
     return implementations[name]
+
+
+def default_backend(device: str) -> str:
+    """What runs on this device unless another backend is asked for: `native` where it is built, else `torch`."""
+    usable = {line.backend for line in availability() if line.device == device and line.usable}
+    return "native" if "native" in usable else "torch"
 
 
 @dataclass(frozen=True, kw_only=True)

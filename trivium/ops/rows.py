@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from trivium.config import TILE
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
     """The bounds of S packed sequences over T tokens.
 
@@ -81,12 +84,16 @@ class Rows:
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return torch.repeat_interleave(torch.arange(self.num_sequences), lengths).to(self.starts_S1.device)
 
+    def table(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for this Rows and this key: for the index tables of kernels."""
+        tables = self.__dict__.setdefault("_tables", {})
+        if key not in tables:
+            tables[key] = make()
+        return tables[key]
+
     def chunks(self, size: int) -> Chunks:
-        """The table of chunks of `size` tokens, made once."""
-        tables = self.__dict__.setdefault("_chunks", {})
-        if size not in tables:
-            tables[size] = _chunk_table(self, size)
-        return tables[size]
+        """The table of chunks of `size` tokens."""
+        return self.table(("chunks", size), lambda: _chunk_table(self, size))
 
     @property
     def last_S(self) -> Tensor:
@@ -96,7 +103,7 @@ class Rows:
         return torch.tensor(self.starts[1:], dtype=torch.int64, device=self.starts_S1.device) - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tile(Rows):
     """16 rows that are one tile of the absolute grid of one sequence; rows first to last - 1 hold the new tokens.
 
@@ -116,7 +123,7 @@ class Tile(Rows):
         return cls(starts=(0, TILE), starts_S1=starts_S1, past_S=(start,), first=first, last=last)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Chunks:
     """Every sequence cut into chunks of one size, N in all, ordered by step: first chunks first, longest sequence first.
 

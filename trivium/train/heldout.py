@@ -29,7 +29,7 @@ def score(model: KimiK3, batches: Iterable[Batch]) -> Heldout:
     model.eval()
     nll, num_tokens, num_bytes = 0.0, 0, 0
     for batch in batches:
-        hidden_TD, _ = model(batch.ids_T, batch.rows)
+        hidden_TD, _ = model(batch.ids_T, batch.rows, pixels=batch.pixels)
         counts_T = batch.weight_T > 0
         # In float64: a float32 sum over 100,000 tokens would lose the digits that two runs differ in.
         nll += float(

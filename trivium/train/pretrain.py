@@ -126,9 +126,9 @@ def pretrain(
             evaluate=lambda: score(model, part),
             num_evals=config.num_evals,
         )
-    last = score(model, whole)
-    write_published(model, folder)
+    write_published(model, folder)  # before the last score: Ctrl-C in it must not cost the model
     tokenizer.save(folder)
+    last = score(model, whole)
     write_json(folder / "run.json", _run_json(config, loop, first, last, data))
     return PretrainResult(loop=loop, first=first, last=last)
 

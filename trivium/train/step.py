@@ -46,12 +46,16 @@ def train_step(model: KimiK3, batches: Sequence[Batch], optimisers: Sequence[tor
     total_weight = sum(float(batch.weight_T.sum()) for batch in batches)
     if not total_weight > 0:
         raise ValueError(f"step: wanted tokens with a weight above 0, the weights of {len(batches)} batches sum to 0")
+    if any(batch.logprobs_T is not None or batch.advantage_T is not None for batch in batches):
+        raise ValueError("step: logprobs_T and advantage_T are not read by this loss, a batch has them")
     model.train()
+    for optimiser in optimisers:
+        optimiser.zero_grad(set_to_none=True)  # of a step that was given up
     for layer in model.moe_layers():
         layer.take_scores()  # of a forward that belonged to no step
     loss = 0.0
     for batch in batches:
-        hidden_TD, _ = model(batch.ids_T, batch.rows)
+        hidden_TD, _ = model(batch.ids_T, batch.rows, pixels=batch.pixels)
         batch_loss = (
             cross_entropy(hidden_TD, model.language_model.lm_head.weight, batch.targets_T, batch.weight_T)
             / total_weight

@@ -64,64 +64,63 @@ def latent_absorbed(
     return (context_THR.transpose(0, 1) @ W_v_HVR.transpose(1, 2)).transpose(0, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
     """One meeting of query blocks with key blocks: key block number b of every sequence that has one."""
 
     query_at: Tensor  # int64, query blocks that take part
     key_at: Tensor  # int64, the key block each of them meets
-    future_NCJ: Tensor | None  # bool, pairs whose key is later than the query; None when there is no such pair
+    edge_at: Tensor  # int64, which of these meetings hold a key that is later than a query
+    edge_gap: Tensor  # int64, of those: first query position minus first key position
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Blocks:
     queries: Chunks  # of the new tokens
     keys: Chunks  # of all tokens
+    query_size: int
     steps: tuple[_Step, ...]
 
 
 def _blocks(rows: Rows, query_size: int) -> _Blocks:
     """The meetings of all blocks, worked out on the host once per Rows and query size."""
-    tables = rows.__dict__.setdefault("_attention_blocks", {})
-    if query_size not in tables:
-        tables[query_size] = _make_blocks(rows, query_size)
-    return tables[query_size]
+    return rows.table(("attention", query_size), lambda: _make_blocks(rows, query_size))
 
 
 def _make_blocks(rows: Rows, query_size: int) -> _Blocks:
     device = rows.starts_S1.device
     all_rows = Rows.of([past + length for past, length in zip(rows.past, rows.lengths, strict=True)], device)
     queries, keys = rows.chunks(query_size), all_rows.chunks(BLOCK)
-    key_block = {place: at for at, place in enumerate(keys.places)}
-    last_of = [rows.past[s] + rows.lengths[s] - 1 for s in range(rows.num_sequences)]
+    sequence_N, block_N = torch.tensor(queries.places).T
+    past_S, end_S = torch.tensor(rows.past), torch.tensor(all_rows.lengths)
+    first_N = past_S[sequence_N] + block_N * query_size
+    last_N = torch.minimum(first_N + query_size, end_S[sequence_N]) - 1
+    place_of_S = all_rows.chunks(BLOCK).place_S.cpu()  # key block b of sequence s is the place_of_S[s]-th of step b
     steps = []
-    for b in range(-(-all_rows.max_len // BLOCK)):
-        query_at, key_at, first_query = [], [], []
-        for at, (s, block) in enumerate(queries.places):
-            start = rows.past[s] + block * query_size
-            if min(start + query_size - 1, last_of[s]) >= b * BLOCK:
-                query_at.append(at)
-                key_at.append(key_block[s, b])
-                first_query.append(start)
-        query_N1 = torch.tensor(first_query)[:, None]
-        position_NC = query_N1 + torch.arange(query_size)
-        future_NCJ = position_NC[..., None] < b * BLOCK + torch.arange(BLOCK)
+    for b, (blocks, _) in enumerate(keys.steps):
+        query_at = (last_N >= b * BLOCK).nonzero().squeeze(1)
+        gap = first_N[query_at] - b * BLOCK
+        edge_at = (gap < BLOCK - 1).nonzero().squeeze(1)
         steps.append(
             _Step(
-                query_at=torch.tensor(query_at, device=device),
-                key_at=torch.tensor(key_at, device=device),
-                future_NCJ=future_NCJ.to(device) if bool(future_NCJ.any()) else None,
+                query_at=query_at.to(device),
+                key_at=(blocks.start + place_of_S[sequence_N[query_at]]).to(device),
+                edge_at=edge_at.to(device),
+                edge_gap=gap[edge_at].to(device),
             )
         )
-    return _Blocks(queries=queries, keys=keys, steps=tuple(steps))
+    return _Blocks(queries=queries, keys=keys, query_size=query_size, steps=tuple(steps))
 
 
-def _scores(q_NGIX: Tensor, k_NGJX: Tensor, step: _Step, scale: float) -> Tensor:
+def _scores(q_NGIX: Tensor, k_NGJX: Tensor, step: _Step, table: _Blocks, scale: float) -> Tensor:
     """Scaled scores of one step, -inf at later keys. Rows I are query_size tokens, or heads times that."""
     score_NGIJ = (q_NGIX @ k_NGJX.transpose(-1, -2)) * scale
-    if step.future_NCJ is not None:
-        per_token = score_NGIJ.unflatten(2, (-1, step.future_NCJ.shape[1]))
-        per_token.masked_fill_(step.future_NCJ[:, None, None], -torch.inf)
+    if len(step.edge_at):
+        query_C1 = torch.arange(table.query_size, device=score_NGIJ.device)[:, None]
+        key_J = torch.arange(BLOCK, device=score_NGIJ.device)
+        future_NCJ = step.edge_gap[:, None, None] + query_C1 < key_J
+        edge = score_NGIJ[step.edge_at].unflatten(2, (-1, table.query_size))
+        score_NGIJ[step.edge_at] = edge.masked_fill_(future_NCJ[:, None, None], -torch.inf).flatten(2, 3)
     return score_NGIJ
 
 
@@ -137,7 +136,7 @@ class _Attend(torch.autograd.Function):
         peak_NGI1 = q.new_full((*q.shape[:3], 1), -torch.inf)
         for step in table.steps:
             at = step.query_at
-            score_NGIJ = _scores(q[at], k[step.key_at], step, scale)
+            score_NGIJ = _scores(q[at], k[step.key_at], step, table, scale)
             old_peak = peak_NGI1[at]
             # Key 0 is no query's future, so after the first block every peak is finite.
             peak = torch.maximum(old_peak, score_NGIJ.amax(-1, keepdim=True))
@@ -161,7 +160,7 @@ class _Attend(torch.autograd.Function):
         along_NGI1 = (do_NGIV * o_NGIV).sum(-1, keepdim=True)
         for step in ctx.table.steps:
             at, key_at = step.query_at, step.key_at
-            weight_NGIJ = (_scores(q[at], k[key_at], step, ctx.scale) - log_NGI1[at]).exp()
+            weight_NGIJ = (_scores(q[at], k[key_at], step, ctx.table, ctx.scale) - log_NGI1[at]).exp()
             do = do_NGIV[at]
             dv.index_add_(0, key_at, weight_NGIJ.transpose(-1, -2) @ do)
             dweight_NGIJ = do @ v[key_at].transpose(-1, -2)

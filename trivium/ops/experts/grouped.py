@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -22,6 +23,10 @@ from trivium.ops.situ.fused import situ_backward, situ_forward
 # One batched product over experts padded to the longest takes half the time of a product an expert (T 2,048, A 4, E 48,
 # L 96, F 64 on 2 cores: 3.1 against 6.2 ms forward and backward) where nothing is padding; so pad up to twice the rows.
 MOST_PADDING = 2.0
+
+# A product of fewer rows may sum in another order (seen below 16 rows, torch 2.13 with MKL): a token's bits would then
+# depend on how many others chose its expert.
+FEWEST_ROWS = 16
 
 
 def experts_grouped(
@@ -134,7 +139,8 @@ class Group:
         out_MY = row_MX.new_empty(self.num_rows, weight.shape[1 if transposed else 2])
         for expert_id, start, end in self.spans:
             matrix = expert_weight(weight, expert_id)
-            torch.mm(row_MX[start:end], matrix.T if transposed else matrix, out=out_MY[start:end])
+            row_CX = F.pad(row_MX[start:end], (0, 0, 0, max(0, FEWEST_ROWS - (end - start))))
+            out_MY[start:end] = (row_CX @ (matrix.T if transposed else matrix))[: end - start]
         return out_MY
 
     def outer(self, left_MX: Tensor, right_MY: Tensor) -> Tensor:
@@ -152,8 +158,8 @@ def _group(experts_TA: Tensor, num_experts: int, may_pad: bool) -> Group:
     flat_M = experts_TA.flatten()
     count_E = flat_M.bincount(minlength=num_experts)
     counts = count_E.tolist()
-    num_pairs, longest = flat_M.numel(), max(counts)
-    pad = may_pad and 0 < longest * num_experts <= MOST_PADDING * num_pairs
+    num_pairs, longest = flat_M.numel(), max(FEWEST_ROWS, *counts)
+    pad = may_pad and longest * num_experts <= MOST_PADDING * num_pairs
     # Pairs of one expert keep the order of the tokens.
     order_M = flat_M.argsort(stable=True)
     index_M = torch.arange(num_pairs, device=flat_M.device)

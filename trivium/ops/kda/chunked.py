@@ -34,7 +34,7 @@ def kda_chunked(
     state_SHKV: Tensor,
     lower_bound: float,
 ) -> tuple[Tensor, Tensor]:
-    """`kda` in chunks. Backward saves its inputs and one entering state a chunk, and recomputes the rest."""
+    """`kda` in chunks. Backward saves its inputs, new values and one entering state a chunk; it recomputes the rest."""
     inputs = (q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK)
     if rows.past_S and rows.max_len == 1 and not _needs_grad(*inputs, state_SHKV):
         return _step(inputs, rows, state_SHKV, lower_bound)
@@ -120,9 +120,8 @@ def _chunk_terms(
     k_NHCK = l2_norm(k_NHCK)
     g_NHCK = kda_gate(decay_in_NHCK.transpose(1, 2), A_log_H, dt_bias_HK, lower_bound).transpose(1, 2)
     beta_NHC = sigmoid(beta_in_NHC.to(work))
-    if chunks.pad_NC is not None:  # a pad keeps everything and writes nothing
+    if chunks.pad_NC is not None:  # a pad forgets nothing; it writes nothing either, its k and v are 0
         g_NHCK = g_NHCK.masked_fill(chunks.pad_NC[:, None, :, None], 0.0)
-        beta_NHC = beta_NHC.masked_fill(chunks.pad_NC[:, None, :], 0.0)
     sum_NHCK = _cumulative(g_NHCK)
     A_kk_NHCC, A_qk_NHCC = _Pairs.apply(q_NHCK, k_NHCK, sum_NHCK)
     in_NHCK = sum_NHCK.exp()
