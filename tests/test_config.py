@@ -33,6 +33,14 @@ def test_unknown_fields_are_kept():
     assert K3Config.from_json(content).to_json() == content
 
 
+def test_null_and_order_are_kept():
+    content = released()
+    content["vision_config"] = None
+    content["text_config"]["linear_attn_config"]["kda_layers"] = [7, 1, 2, 3, 5, 6]
+    content["text_config"]["linear_attn_config"]["full_attn_layers"] = [9, 4, 8]
+    assert K3Config.from_json(content).to_json() == content
+
+
 def test_reading_leaves_the_caller_and_the_config_alone():
     content = released()
     before = copy.deepcopy(content)
@@ -156,6 +164,9 @@ REFUSED = {
     ),
     "gate_lower_bound: 0 is outside": linear(gate_lower_bound=0),
     "moe_intermediate_size 40 is no multiple of group_size 32 of quantization_config": text(moe_intermediate_size=40),
+    "vision_config: wanted an object, got []": {"vision_config": []},
+    "quantization_config: wanted an object with config_groups, got [1]": text(quantization_config=[1]),
+    "vt_hidden_size 31 is odd": vision(vt_hidden_size=31, mm_hidden_size=31),
     'format: wanted "mxfp4-pack-quantized", got "int4"': text(quantization_config={"format": "int4"}),
 }
 
@@ -196,6 +207,18 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         assert str(path) in str(refusal.value)
     path.write_text('{"architectures": ["Other"]}')
     with pytest.raises(ValueError, match=r"config\.json: text_config is missing: not the config.json of a Kimi K3"):
+        K3Config.from_json(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+
+    def refuse(*_args, **_options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read: Permission denied"):
         K3Config.from_json(tmp_path)
 
 

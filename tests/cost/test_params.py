@@ -75,8 +75,12 @@ def test_the_components_are_all_of_the_released_tensors(name):
     assert count_params(config).padding == sum(spec.padding for spec in released_tensors(config, packed=False))
 
 
-def test_nano_is_about_8_million():
-    assert round(count_params(preset("nano")).total / 1e6) == 8
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("nano", 7.8, 3.0), ("micro", 102.8, 35.8), ("mini", 977.7, 147.0)]
+)
+def test_the_small_presets_have_their_size(name, total, active):
+    count = count_params(preset(name))
+    assert (round(count.total / 1e6, 1), round(count.active / 1e6, 1)) == (total, active)
 
 
 def test_published_figures_stand_beside_the_published_geometry_only():

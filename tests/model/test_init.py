@@ -16,6 +16,7 @@ from trivium.config import K3Config, VisionConfig, model_preset
 from trivium.model.init import initialise_, rule_of
 from trivium.model.kimi_k3 import KimiK3
 from trivium.model.layers import RMSNorm
+from trivium.ops.pixels import Pixels
 from trivium.ops.rows import Rows
 
 VISION = VisionConfig(
@@ -247,6 +248,27 @@ def test_every_norm_of_the_text_model_was_measured():
     for name in norm_inputs():
         kinds[name.split()[0] if " " in name else "module"] += 1
     assert kinds == {"module": 6 * 2 + 4 + 5 + 1, "o_norm": 4, "read": 6 * 2 + 1}
+
+
+def test_no_norms_input_of_the_vision_tower_is_lost_in_its_eps():
+    model = KimiK3(replace(model_preset("nano"), num_layers=2, vision=VISION))
+    initialise_(model, seed=0)
+    seen = {}
+    for tower in (model.vision_tower, model.mm_projector):
+        for name, module in tower.named_modules():
+            if isinstance(module, RMSNorm):
+                module.register_forward_pre_hook(
+                    lambda module, args, name=name: seen.update({name: (rms(args[0]), module.eps)})
+                )
+    grid = (1, 8, 12)
+    patches = (
+        torch.rand(96, 3, VISION.patch_size, VISION.patch_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    )
+    with torch.no_grad():
+        model.mm_projector(model.vision_tower(Pixels(values_P3HW=patches, grids=(grid,))))
+    assert len(seen) == 2 * 2 + 1 + 1
+    for name, (input_rms, eps) in seen.items():
+        assert input_rms >= math.sqrt(eps), f"{name}: {input_rms:.2e}"
 
 
 def test_the_input_decides_little_of_a_fresh_decay():

@@ -48,13 +48,12 @@ def small_config() -> K3Config:
 
 @cache
 def network(deterministic=False) -> KimiK3:
-    model = KimiK3(small_config())
+    model = KimiK3(small_config(), deterministic=deterministic)
     initialise_(model, seed=1)
     with torch.no_grad():  # queries away from 0, so that reads are no plain means
         for name, parameter in model.named_parameters():
             if name.endswith("res_proj.weight"):
                 parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    model.deterministic = deterministic
     return model.eval()
 
 
@@ -126,6 +125,7 @@ def test_any_cut_equals_the_whole_bit_for_bit_in_deterministic_mode(cuts):
     for a, b in pendings:
         assert a.counts == b.counts == (T % 16,)
         assert torch.equal(a.qkv_SCX, b.qkv_SCX) and torch.equal(a.decay_in_SCHK, b.decay_in_SCHK)
+        assert torch.equal(a.beta_in_SCH, b.beta_in_SCH)
 
 
 def test_the_deterministic_mode_is_the_same_model():
@@ -141,7 +141,7 @@ def test_every_token_alone_is_the_prompt_at_once_bit_for_bit():
 
 def test_any_batch_gives_the_same_bits():
     model = network(True)
-    lengths = [33, 0, 1, 50, 16]
+    lengths = [301, 0, 1, 50, 16]
     parts = [tokens(n, seed=n) for n in lengths]
     packed, state = logits(model, torch.cat(parts), Rows.of(lengths), model.empty_state(5))
     singles = [logits(model, part, state=model.empty_state(1)) for part in parts]
@@ -149,12 +149,14 @@ def test_any_batch_gives_the_same_bits():
     # and going on together, each from its own place, equals going on alone
     more = [tokens(n, seed=9 + n) for n in (1, 4, 20, 0, 17)]
     rows = Rows.of([len(part) for part in more], past=lengths)
-    together, _ = logits(model, torch.cat(more), rows, state)
+    together, after = logits(model, torch.cat(more), rows, state)
     alone = [
-        logits(model, part, Rows.one(len(part), past=past), own)[0]
+        logits(model, part, Rows.one(len(part), past=past), own)
         for part, past, (_, own) in zip(more, lengths, singles, strict=True)
     ]
-    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(together, torch.cat([out for out, _ in alone]))
+    for s, (_, own) in enumerate(alone):
+        assert all(torch.equal(a, b) for a, b in zip(states_of(after.sequence(s)), states_of(own), strict=True))
 
 
 def test_going_on_together_is_going_on_alone():
@@ -277,6 +279,14 @@ def test_router_scores_are_handed_over_in_training_only():
         model.eval()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_state_of_the_other_mode_is_refused(deterministic):
+    _, state = logits(network(deterministic), tokens(20), state=network(deterministic).empty_state(1))
+    mode = "default" if deterministic else "deterministic"
+    with pytest.raises(ValueError, match=f"state: it was kept in the other mode, this model runs in {mode} mode"):
+        network(not deterministic)(tokens(3), Rows.one(3, past=20), state)
+
+
 def test_no_tokens():
     for model in (network(), network(True)):
         out, state = logits(model, tokens(0), Rows.of([0, 0]), model.empty_state(2))
@@ -307,6 +317,15 @@ def test_trace_names_what_it_keeps():
         logits(network(True), tokens(20))
     for name in t:
         torch.testing.assert_close(exact[name], t[name], rtol=0, atol=1e-4)
+
+
+def test_trace_records_its_own_model_alone():
+    model = network()
+    with trivium.trace(network(True)) as t:
+        logits(model, tokens(20))
+        assert len(t) == 0
+        logits(network(True), tokens(20))
+    assert t["final_hidden"].shape == (20, 72)
 
 
 def test_trace_refuses_what_it_cannot_give():

@@ -105,8 +105,8 @@ def test_scores_of_any_size_stay_finite():
     assert all(x.isfinite().all() for x in got)
 
 
-def test_saved_memory_is_linear_in_tokens():
-    def saved_numel(T):
+def test_memory_is_linear_in_tokens():
+    def numel(T):
         args, rows = inputs([T], dtype=torch.float32)
         sizes = {}
 
@@ -116,9 +116,26 @@ def test_saved_memory_is_linear_in_tokens():
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             latent_attention(*[x.requires_grad_() for x in args], rows)
-        return sum(sizes.values())
+        table = rows.table(("attention", 64), lambda: pytest.fail("the op made no such table"))
+        # one number for each pair of a query block and a key block: T^2 / 4096, where a mask would be T^2
+        indices = sum(x.numel() for step in table.steps for x in (step.query_at, step.key_at, step.edge_at))
+        return sum(sizes.values()), indices
 
-    assert saved_numel(1024) < 2.1 * saved_numel(512)
+    saved, indices = zip(*(numel(T) for T in (512, 1024)), strict=True)
+    assert saved[1] < 2.1 * saved[0]
+    assert indices[1] < 2 * 1024**2 / 4096 + 1024
+
+
+@pytest.mark.parametrize("t", [1, 3, 16])
+def test_a_later_token_changes_no_earlier_bit_behind_a_past(t):
+    args, rows = inputs([20], past=(70,), dtype=torch.float32)
+    q, rest, latent, key, kv_b = args
+
+    def changed(x, kept):
+        return torch.cat([x[:kept], 100 * torch.randn_like(x[kept:])])
+
+    other = [changed(q, t), changed(rest, t), changed(latent, 70 + t), changed(key, 70 + t), kv_b]
+    assert torch.equal(latent_attention(*other, rows)[:t], latent_attention(*args, rows)[:t])
 
 
 def test_no_tokens():

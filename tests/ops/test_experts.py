@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trivium.ops.backend import use_backend
+from trivium.ops.balance import route
 from trivium.ops.experts import experts, experts_tile, grouped
 from trivium.ops.experts.grouped import MOST_PADDING
 from trivium.ops.mxfp4 import PackedWeight, pack, unpack
@@ -230,3 +231,21 @@ def test_bad_input_is_named():
             ValueError, match=f"{op.__name__}: expert ids are {'0' if op is experts else '-1'} to 6, got {wrong}"
         ):
             op(latent_TL, ids_TA, weights_TA, w1, w3, w2)
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 15, 16, 17, 64, 150])
+def test_a_later_token_changes_no_earlier_bit(T):
+    generator = torch.Generator().manual_seed(0)
+    E, A, L, width = 12, 3, 40, 24
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    latent_TL, w1, w3, w2 = normal(200, L), normal(E, width, L), normal(E, width, L), normal(E, L, width)
+    chosen = route(normal(200, E), torch.zeros(E), A)
+    whole = experts(latent_TL, chosen.experts_TA, chosen.weights_TA, w1, w3, w2)
+    head = experts(latent_TL[:T], chosen.experts_TA[:T], chosen.weights_TA[:T], w1, w3, w2)
+    assert torch.equal(head, whole[:T])
+    # and when all later tokens crowd onto one expert, so that another way of multiplying is taken
+    crowd_TA = torch.cat([chosen.experts_TA[:T], torch.arange(A).expand(200 - T, A)])
+    assert torch.equal(experts(latent_TL, crowd_TA, chosen.weights_TA, w1, w3, w2)[:T], whole[:T])

@@ -78,6 +78,8 @@ REGIMES = {
     "channels forget in turn": lambda T: {"decay_in": in_turn(T), "dt_bias": torch.zeros(H, K, dtype=torch.float64)},
 }
 
+SATURATED = set(REGIMES) - {"ordinary", "slow", "gate near the bound"}
+
 
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("T", LENGTHS)
@@ -87,12 +89,9 @@ def test_chunks_equal_the_recurrence(T, regime):
     exact = run(case, rows, torch.float64)
     single = run(case, rows, torch.float32)
     for name in NAMES:
-        if want[name].norm() < 1e-9 * T:  # a gradient that only rounding keeps from 0 has no relative error
-            assert single[name].isfinite().all() and single[name].norm() < 1e-4
-            continue
         assert relative_error(exact[name], want[name]) < 1e-11, name
-        # Of the gate's parameters at the bound: sums over tokens of what is left of exp(-5) after cancelling.
-        bound = 1e-4 if name in ("decay_in", "A_log", "dt_bias") and regime != "ordinary" else 1e-5
+        # The gate's gradient where it saturates: down to 1e-19, a sum over tokens of numbers that nearly cancel.
+        bound = 1e-4 if name == "A_log" and regime in SATURATED else 1e-5
         assert relative_error(single[name], want[name]) < bound, (name, relative_error(single[name], want[name]))
 
 

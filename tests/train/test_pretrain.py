@@ -196,6 +196,30 @@ def test_a_step_without_weight_or_with_a_broken_loss_moves_nothing():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
 
 
+def test_a_step_behind_a_broken_one_is_as_if_it_were_the_first():
+    stream = stream_of(TEXTS[:2])
+    batch = next(pack(stream, pieces(stream, 40), 40, "test"))
+    model, other = new_model(), new_model()
+    weight = model.language_model.model.norm.weight
+    with torch.no_grad():
+        weight[0] = torch.nan
+    with pytest.raises(FloatingPointError):
+        train_step(model, [batch], new_optimisers(model))
+    with torch.no_grad():
+        weight[0] = 1.0
+    train_step(model, [batch], new_optimisers(model))
+    train_step(other, [batch], new_optimisers(other))
+    for (name, got), want in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_what_the_loss_does_not_read_is_refused():
+    stream = stream_of(TEXTS[:2])
+    batch = next(pack(stream, pieces(stream, 40), 40, "test"))
+    with pytest.raises(ValueError, match="logprobs_T and advantage_T are not read by this loss"):
+        train_step(new_model(), [replace(batch, advantage_T=torch.ones(40))], new_optimisers(new_model()))
+
+
 def test_scoring_changes_nothing():
     stream = stream_of(TEXTS[:4])
     model = new_model()
