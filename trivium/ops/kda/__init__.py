@@ -5,12 +5,14 @@ Kimi Linear, arXiv 2510.26692, equations 1 and 6-9; K3 bounds the gate (spec: lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from trivium.ops import backend
 from trivium.ops.kda.chunked import kda_chunked, kda_tile
-from trivium.ops.kda.gate import check_lower_bound, kda_gate, l2_norm
+from trivium.ops.kda.gate import KdaInputs, check_lower_bound, kda_gate, l2_norm
 from trivium.ops.kda.reference import kda_chunk_terms, kda_recurrent, kda_reference
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows, Tile
@@ -67,21 +69,21 @@ def kda(
     if state_SHKV is None:
         state_SHKV = torch.zeros(rows.num_sequences, H, K, V, dtype=work, device=v_THV.device)
     run = backend.choose("kda", reference=kda_reference, torch=kda_tile if isinstance(rows, Tile) else kda_chunked)
-    args = (q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK, rows, state_SHKV.to(work))
-    if not with_map:
-        return run(*args, lower_bound)
-    return _with_map(run, args, lower_bound)
+    inputs = KdaInputs(q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK)
+    if with_map:
+        return _with_map(run, inputs, rows, state_SHKV.to(work), lower_bound)
+    return run(inputs, rows, state_SHKV.to(work), lower_bound)
 
 
-def _with_map(run, args: tuple, lower_bound: float) -> tuple[Tensor, ...]:
+def _with_map(
+    run: Callable[..., tuple[Tensor, Tensor]], inputs: KdaInputs, rows: Rows, state_SHKV: Tensor, lower_bound: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A and B in the same pass: a state's columns do not mix, so extra columns start at 0 (B) and at I (A)."""
-    q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK, rows, state_SHKV = args
     S, H, K, V = state_SHKV.shape
     identity_SHKK = torch.eye(K, dtype=state_SHKV.dtype, device=state_SHKV.device).expand(S, H, K, K)
     wide_state = torch.cat([state_SHKV, torch.zeros_like(state_SHKV), identity_SHKK], dim=-1)
+    v_THV = inputs.v_THV
     wide_v = torch.cat([v_THV, v_THV, v_THV.new_zeros(*v_THV.shape[:2], K)], dim=-1)
-    wide_o, wide_state = run(
-        q_THK, k_THK, wide_v, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK, rows, wide_state, lower_bound
-    )
+    wide_o, wide_state = run(inputs._replace(v_THV=wide_v), rows, wide_state, lower_bound)
     state_SHKV, B_SHKV, A_SHKK = wide_state.split([V, V, K], dim=-1)
     return wide_o[..., :V], state_SHKV, A_SHKK, B_SHKV

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trivium.config import TILE
-from trivium.ops.kda.gate import kda_gate, l2_norm
+from trivium.ops.kda.gate import KdaInputs, kda_gate, l2_norm
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Chunks, Rows
 from trivium.ops.sigmoid import sigmoid
@@ -22,50 +22,26 @@ from trivium.ops.sigmoid import sigmoid
 CHUNK = 64
 
 
-def kda_chunked(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    decay_in_THK: Tensor,
-    beta_in_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    rows: Rows,
-    state_SHKV: Tensor,
-    lower_bound: float,
-) -> tuple[Tensor, Tensor]:
+def kda_chunked(inputs: KdaInputs, rows: Rows, state_SHKV: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
     """`kda` in chunks. Backward saves its inputs, new values and one entering state a chunk; it recomputes the rest."""
-    inputs = (q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK)
     if rows.past_S and rows.max_len == 1 and not _needs_grad(*inputs, state_SHKV):
         return _step(inputs, rows, state_SHKV, lower_bound)
     return _KdaChunked.apply(*inputs, state_SHKV, rows, lower_bound)
 
 
-def kda_tile(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    decay_in_THK: Tensor,
-    beta_in_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    rows: Rows,
-    state_SHKV: Tensor,
-    lower_bound: float,
-) -> tuple[Tensor, Tensor]:
+def kda_tile(inputs: KdaInputs, rows: Rows, state_SHKV: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
     """`kda` in chunks of one tile of 16 tokens: the grid of the deterministic mode. Not differentiable."""
-    inputs = (q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK)
     chunks = rows.chunks(TILE)
     terms = _chunk_terms(*_gather_inputs(inputs, chunks), chunks, lower_bound)
     o_NHCV, state_SHKV, _, _ = _scan(terms, state_SHKV, chunks, keep=False)
-    return chunks.scatter(o_NHCV.transpose(1, 2)).to(v_THV.dtype), state_SHKV
+    return chunks.scatter(o_NHCV.transpose(1, 2)).to(inputs.v_THV.dtype), state_SHKV
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _step(inputs: tuple[Tensor, ...], rows: Rows, state_SHKV: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
+def _step(inputs: KdaInputs, rows: Rows, state_SHKV: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
     """At most one token a sequence, all at once."""
     q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK = inputs
     work = work_dtype(v_THV)
@@ -95,7 +71,7 @@ class _Terms(NamedTuple):
     decay_NHK: Tensor  # of the whole chunk
 
 
-def _gather_inputs(inputs: tuple[Tensor, ...], chunks: Chunks) -> tuple[Tensor, ...]:
+def _gather_inputs(inputs: KdaInputs, chunks: Chunks) -> tuple[Tensor, ...]:
     """The five per-token inputs as [N, H, C, ...], and the two parameters as they are.
 
     Contiguous whatever N is: a product of strided and of copied operands need not have the same bits.
@@ -258,7 +234,7 @@ def _scan_backward(
 class _KdaChunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, decay_in, beta_in, A_log, dt_bias, state_SHKV, rows: Rows, lower_bound: float):
-        inputs = (q, k, v, decay_in, beta_in, A_log, dt_bias)
+        inputs = KdaInputs(q, k, v, decay_in, beta_in, A_log, dt_bias)
         chunks = rows.chunks(CHUNK)
         terms = _chunk_terms(*_gather_inputs(inputs, chunks), chunks, lower_bound)
         keep = any(ctx.needs_input_grad)
@@ -275,7 +251,7 @@ class _KdaChunked(torch.autograd.Function):
         chunks: Chunks = ctx.chunks
         do_NHCV = chunks.gather(do_THV).transpose(1, 2).contiguous().to(u_NHCV.dtype)
         with torch.enable_grad():
-            leaves = tuple(x.detach().requires_grad_() for x in _gather_inputs(tuple(inputs), chunks))
+            leaves = tuple(x.detach().requires_grad_() for x in _gather_inputs(KdaInputs(*inputs), chunks))
             terms = _chunk_terms(*leaves, chunks, ctx.lower_bound)
         plain = _Terms(*(term.detach() for term in terms))
         dterms, dstate_SHKV = _scan_backward(plain, do_NHCV, dstate_SHKV, entering_NHKV, u_NHCV, chunks)

@@ -1,6 +1,8 @@
-"""What KDA does to its raw inputs, token by token, whichever implementation runs."""
+"""KDA's raw inputs, and what is done to them token by token, whichever implementation runs."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +12,18 @@ from trivium.ops.precision import work_dtype
 from trivium.ops.sigmoid import sigmoid
 
 L2_EPS = 1e-6  # inside the root, on the sum of squares
+
+
+class KdaInputs(NamedTuple):
+    """Raw projections of T tokens, and the gate's two parameters: what `kda` takes and every implementation is given."""
+
+    q_THK: Tensor
+    k_THK: Tensor
+    v_THV: Tensor
+    decay_in_THK: Tensor
+    beta_in_TH: Tensor
+    A_log_H: Tensor
+    dt_bias_HK: Tensor
 
 
 def check_lower_bound(lower_bound: float) -> None:

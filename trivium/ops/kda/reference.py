@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trivium.ops.kda.gate import kda_gate, l2_norm
+from trivium.ops.kda.gate import KdaInputs, kda_gate, l2_norm
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows
 from trivium.ops.sigmoid import sigmoid
@@ -44,19 +44,9 @@ def kda_recurrent(
     return o_THV, torch.stack(states) if states else state_SHKV
 
 
-def kda_reference(
-    q_THK: Tensor,
-    k_THK: Tensor,
-    v_THV: Tensor,
-    decay_in_THK: Tensor,
-    beta_in_TH: Tensor,
-    A_log_H: Tensor,
-    dt_bias_HK: Tensor,
-    rows: Rows,
-    state_SHKV: Tensor,
-    lower_bound: float,
-) -> tuple[Tensor, Tensor]:
+def kda_reference(inputs: KdaInputs, rows: Rows, state_SHKV: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:
     """`kda` by its definition."""
+    q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK = inputs
     work = work_dtype(v_THV)
     log_decay_THK = kda_gate(decay_in_THK, A_log_H, dt_bias_HK, lower_bound)
     q_THK = l2_norm(q_THK) * q_THK.shape[-1] ** -0.5
