@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,12 +169,16 @@ def trivium_tensors(file):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens: wanted at least 1, got 0"),
+        ({"max_tokens": 0}, "max_tokens: wanted a whole number of at least 1, got 0"),
+        ({"max_tokens": 2.0}, "max_tokens: wanted a whole number of at least 1, got 2.0"),
+        ({"seed": 2**64}, r"seed: wanted a whole number in \[0, 2\^63\), got 18446744073709551616"),
+        ({"temperature": None}, "temperature: wanted a number >= 0, got None"),
+        ({"stop": None}, "stop: wanted a sequence of strings that are not empty, got None"),
         ({"temperature": -1}, "temperature: wanted a number >= 0, got -1"),
         ({"temperature": float("nan")}, "temperature: wanted a number >= 0, got nan"),
         ({"top_p": 0}, r"top_p: wanted a number in \(0, 1\], got 0"),
         ({"stop": "abc"}, "stop: wanted a sequence of strings that are not empty, got 'abc'"),
-        ({"stop": [""]}, r"stop: wanted a sequence of strings that are not empty, got \[''\]"),
+        ({"stop": [""]}, r"stop: wanted a sequence of strings that are not empty, got \(''"),
     ],
 )
 def test_wrong_options_are_refused_before_the_first_token(model, options, message):
@@ -192,6 +197,27 @@ def test_wrong_ids_are_named(model):
         model.generate([])
     with pytest.raises(ValueError, match=r"ids: wanted \[B, T\], got \[3\]"):
         model.logits(torch.tensor([1, 2, 3]))
+
+
+def test_whole_numbers_of_other_kinds_are_ids(model):
+    want = model.logits([[1, 2, 3]])[0]
+    for row in (np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, np.int32(2), 3)):
+        assert torch.equal(model.logits([row])[0], want)
+    for bad in (b"abc", "abc", 7):
+        with pytest.raises(ValueError, match=r"ids\[0\]: wanted a row of token ids, got"):
+            model.logits([bad])
+    with pytest.raises(ValueError, match="ids: wanted rows of token ids, got NoneType"):
+        model.logits(None)
+    with pytest.raises(ValueError, match="prompt: wanted a row of token ids, got b'abc'"):
+        model.generate(b"abc")
+    with pytest.raises(ValueError, match=r"prompt: wanted token ids in \[0, 536\), got tensor\(3.\)"):
+        model.generate(torch.tensor([3.0]))
+
+
+def test_stop_strings_may_come_from_anything(model):
+    options = {"max_tokens": 60, "seed": 5}
+    free = model.generate("the ", **options).text
+    assert model.generate("the ", stop=(word for word in [free[3:8]]), **options).finish_reason == "stop"
 
 
 def test_text_needs_a_tokenizer():

@@ -107,6 +107,19 @@ def test_other_layer_lists_are_kept():
     assert config.mla_layers == (1, 9) and config.to_json() == content
 
 
+def test_a_model_without_mla_stays_one():
+    content = released()
+    linear = content["text_config"]["linear_attn_config"]
+    linear["full_attn_layers"], linear["kda_layers"] = [], list(range(1, 10))
+    config = K3Config.from_json(content)
+    assert config.mla_layers == () and config.to_json() == content
+    for layers in ((4, 4, 6), (6, 4), [4]):
+        with pytest.raises(ValueError, match="full_attn_layers: wanted a tuple of rising layer numbers"):
+            replace(config, full_attn_layers=layers)
+    with pytest.raises(ValueError, match="bos_token_id: wanted a whole number of at least 0, got 1.5"):
+        replace(config, bos_token_id=1.5)
+
+
 def test_packing_is_said_by_the_config():
     config = K3Config.from_json(released())
     assert config.packs_experts and config.with_packed_experts(True) is config
@@ -164,6 +177,12 @@ REFUSED = {
     ),
     "gate_lower_bound: 0 is outside": linear(gate_lower_bound=0),
     "moe_intermediate_size 40 is no multiple of group_size 32 of quantization_config": text(moe_intermediate_size=40),
+    "first_k_dense_replace: wanted a whole number of at least 0, got 1.5": text(first_k_dense_replace=1.5),
+    "first_k_dense_replace: wanted a whole number of at least 0, got -1": text(first_k_dense_replace=-1),
+    "rms_norm_eps: wanted a number, got 1000": text(rms_norm_eps=10**400),
+    "group_size: wanted 32, got null": text(
+        quantization_config={"format": "mxfp4-pack-quantized", "config_groups": {"g": None}}
+    ),
     "vision_config: wanted an object, got []": {"vision_config": []},
     "quantization_config: wanted an object with config_groups, got [1]": text(quantization_config=[1]),
     "vt_hidden_size 31 is odd": vision(vt_hidden_size=31, mm_hidden_size=31),
@@ -200,6 +219,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         (b"{", "not a JSON file"),
         (b"\xff\xfe", "not a JSON file"),
         (b"[]", "wanted a JSON object, got list"),
+        (b"[" * 100_000, "not a JSON file"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message) as refusal:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,18 +165,21 @@ class Model:
         """
         prompt_ids = self._prompt_ids(prompt)
         check_sampling(temperature, top_p)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens: wanted at least 1, got {max_tokens}")
-        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f"max_tokens: wanted a whole number of at least 1, got {max_tokens!r}")
+        stop = stop if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+        if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop: wanted a sequence of strings that are not empty, got {stop!r}")
         if stop and self.tokenizer is None:
             raise ValueError("stop: strings need a tokenizer, and this model has none")
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
+            raise ValueError(f"seed: wanted a whole number in [0, 2^63), got {seed!r}")
         generator = torch.Generator(device=self.network.device)
         if seed is None:
             generator.seed()
         else:
             generator.manual_seed(seed)
-        return self._stream(prompt_ids, max_tokens, temperature, top_p, generator, tuple(stop))
+        return self._stream(prompt_ids, max_tokens, temperature, top_p, generator, stop)
 
     def save(self, path: str | Path, *, dtype: str | torch.dtype | None = None, pack_experts: bool = False) -> None:
         """Write the released layout (and the tokenizer) to a folder; packed experts stay packed, in their shards."""
@@ -184,6 +188,8 @@ class Model:
             self.tokenizer.save(Path(path))
 
     def _logits(self, rows_of_ids: Sequence[Sequence[int]]) -> list[Tensor]:
+        if not isinstance(rows_of_ids, Iterable):
+            raise ValueError(f"ids: wanted rows of token ids, got {type(rows_of_ids).__name__}")
         checked = [self._checked_ids(ids, f"ids[{row}]") for row, ids in enumerate(rows_of_ids)]
         rows = Rows.of([len(ids) for ids in checked], self.network.device)
         flat_T = torch.tensor([id_ for ids in checked for id_ in ids], dtype=torch.int64, device=self.network.device)
@@ -236,10 +242,18 @@ class Model:
         return ids
 
     def _checked_ids(self, ids: Sequence[int], name: str) -> list[int]:
+        if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+            raise ValueError(f"{name}: wanted a row of token ids, got {ids!r}")
+        checked = []
         for id_ in ids:
-            if isinstance(id_, bool) or not isinstance(id_, int) or not 0 <= id_ < self.config.vocab_size:
+            try:
+                plain = operator.index(id_)  # an int, or what stands for one: numpy's, a tensor of one
+            except TypeError:
+                plain = -1
+            if isinstance(id_, bool) or not 0 <= plain < self.config.vocab_size:
                 raise ValueError(f"{name}: wanted token ids in [0, {self.config.vocab_size}), got {id_!r}")
-        return list(ids)
+            checked.append(plain)
+        return checked
 
     def _chosen_backend(self):
         return use_backend(self.backend) if self.backend else nullcontext()

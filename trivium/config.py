@@ -158,7 +158,7 @@ class K3Config:
     mla: MlaConfig
     moe: MoeConfig
     vision: VisionConfig | None = None
-    full_attn_layers: tuple[int, ...] = ()  # 1-based, as released; () = every fourth layer and the last
+    full_attn_layers: tuple[int, ...] | None = None  # 1-based, as released; None = every fourth and the last
     num_dense_layers: int = 1
     rms_norm_eps: float = 1e-5
     activation_situ_beta: float = 4.0
@@ -172,11 +172,17 @@ class K3Config:
 
     def __post_init__(self) -> None:
         _positive(self, "num_layers", "hidden_size", "vocab_size", "intermediate_size", "attn_res_block_size")
-        if not 0 <= self.num_dense_layers <= self.num_layers:
+        for name, released in (("num_dense_layers", "first_k_dense_replace"), *((name, name) for name in _TOKEN_IDS)):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{released}: wanted a whole number of at least 0, got {value!r}")
+        if self.num_dense_layers > self.num_layers:
             raise ValueError(
                 f"first_k_dense_replace {self.num_dense_layers} is more than num_hidden_layers {self.num_layers}"
             )
-        outside = [layer for layer in self.full_attn_layers if not 1 <= layer <= self.num_layers]
+        if list(self.mla_layers) != sorted(set(self.mla_layers)) or not isinstance(self.mla_layers, tuple):
+            raise ValueError(f"full_attn_layers: wanted a tuple of rising layer numbers, got {self.mla_layers!r}")
+        outside = [layer for layer in self.mla_layers if not 1 <= layer <= self.num_layers]
         if outside:
             raise ValueError(
                 f"full_attn_layers names layer {outside[0]}, but num_hidden_layers is {self.num_layers} (1-based)"
@@ -189,7 +195,7 @@ class K3Config:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in _TOKEN_IDS:
-            if not 0 <= getattr(self, name) < self.vocab_size:
+            if getattr(self, name) >= self.vocab_size:
                 raise ValueError(f"{name} {getattr(self, name)} is outside vocab_size {self.vocab_size}")
         for name in ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
             if not getattr(self, name) > 0:
@@ -198,7 +204,7 @@ class K3Config:
     @property
     def mla_layers(self) -> tuple[int, ...]:
         """1-based numbers of the layers with Gated MLA; every other layer is KDA."""
-        if self.full_attn_layers:
+        if self.full_attn_layers is not None:
             return self.full_attn_layers
         return tuple(n for n in range(1, self.num_layers + 1) if n % 4 == 0 or n == self.num_layers)
 
@@ -245,7 +251,7 @@ class K3Config:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:  # broken JSON, or bytes that are no UTF-8
+        except (ValueError, RecursionError) as error:  # broken JSON, bytes that are no UTF-8, a million brackets
             raise ValueError(f"{path}: not a JSON file: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path}: wanted a JSON object, got {type(content).__name__}")
@@ -412,12 +418,12 @@ def _from_released(cls: type[K3Config], content: dict[str, Any]) -> K3Config:
 def _plain_value(name: str, value: Any) -> Any:
     if name == "dtype":
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}: wanted a number, got {json.dumps(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e18 < value < 1e18:  # nor nan
+        raise ValueError(f"{name}: wanted a number, got {json.dumps(value)[:40]}")
     return value
 
 
-def _full_attn_layers(linear: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _full_attn_layers(linear: dict[str, Any], num_layers: int) -> tuple[int, ...] | None:
     for name in ("kda_layers", "full_attn_layers"):
         layers = linear.get(name)
         if not isinstance(layers, list) or not all(type(n) is int for n in layers):
@@ -434,7 +440,7 @@ def _full_attn_layers(linear: dict[str, Any], num_layers: int) -> tuple[int, ...
     if missing:
         raise ValueError(f"layer {missing[0]} is in neither kda_layers nor full_attn_layers")
     by_rule = [n for n in range(1, num_layers + 1) if n % 4 == 0 or n == num_layers]
-    return () if sorted(full) == by_rule else tuple(sorted(full))
+    return None if sorted(full) == by_rule else tuple(sorted(full))
 
 
 def _check_quantization(text: dict[str, Any], moe: MoeConfig) -> None:
@@ -446,8 +452,9 @@ def _check_quantization(text: dict[str, Any], moe: MoeConfig) -> None:
     if quantization.get("format") != "mxfp4-pack-quantized":
         raise ValueError(f'format: wanted "mxfp4-pack-quantized", got {json.dumps(quantization.get("format"))}')
     for group in quantization.get("config_groups", {}).values():
+        weights = group.get("weights") if isinstance(group, dict) else None
         for name, wanted in (("group_size", 32), ("num_bits", 4)):
-            got = group.get("weights", {}).get(name)
+            got = weights.get(name) if isinstance(weights, dict) else None
             if got != wanted:
                 raise ValueError(f"{name}: wanted {wanted}, got {json.dumps(got)}")
     for name in ("moe_intermediate_size", "routed_expert_hidden_size"):

@@ -236,6 +236,16 @@ def test_a_weight_that_float16_cannot_hold_is_refused_and_nothing_is_replaced(ti
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_weight_that_bfloat16_cannot_hold_is_refused(tiny, tmp_path):
+    tiny = tiny.float()
+    with torch.no_grad():
+        tiny.state_dict()[EMBED][5, 5] = 3.4e38
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(EMBED)}: wanted at most 3.38953e\\+38 for bfloat16, got 3.4e\\+38"
+    ):
+        write_published(tiny, tmp_path, dtype="bfloat16")
+
+
 def test_a_weight_that_is_not_finite_is_not_packed(tiny, tmp_path):
     with torch.no_grad():
         tiny.state_dict()[f"{EXPERT}.w3.weight"][2, 0, 0] = torch.nan

@@ -1,6 +1,7 @@
 """Several files replaced as one: stopped anywhere, a folder shows all of the old files or all of the new."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -137,3 +138,23 @@ def test_a_folder_that_cannot_be_made_and_a_broken_journal_are_refused(folder):
     message = f"{folder}/saving.json: wanted the lists replaced and removed of an interrupted save"
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         Folder.at(folder)
+
+
+@pytest.mark.parametrize("name", ["../victim", "/victim", "..", ".", "", "a/b"])
+@pytest.mark.parametrize("field", ["replaced", "removed"])
+def test_a_journal_that_leads_out_of_the_folder_is_refused(tmp_path, field, name):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "victim").write_text("precious")
+    journal = {"replaced": ["config.json"], "removed": []} | {field: [name]}
+    (folder / "saving.json").write_text(json.dumps(journal))
+    with pytest.raises(ValueError, match="saving.json: wanted the lists replaced and removed"):
+        Folder.at(folder)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("names", ["abc", [1], {"a": 1}, None])
+def test_a_journal_of_other_things_is_refused(tmp_path, names):
+    (tmp_path / "saving.json").write_text(json.dumps({"replaced": names, "removed": []}))
+    with pytest.raises(ValueError, match="saving.json: wanted the lists replaced and removed"):
+        Folder.at(tmp_path)

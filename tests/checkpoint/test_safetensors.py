@@ -63,6 +63,8 @@ ONE = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
         (ONE, 5, "truncated: wanted 77 bytes, got 74"),
         (ONE, 9, "wanted 77 bytes, got 78: 1 behind the last tensor"),
         (b"{", 0, "no safetensors file: the header is no JSON: "),
+        (b"[" * 100_000, 0, "no safetensors file: the header is no JSON: "),
+        (b'{"__metadata__": "pt"}', 0, "no safetensors file: __metadata__ wants an object of strings"),
         (b"[]", 0, "no safetensors file: the header wants a JSON object, got list"),
         ({"w": {"dtype": "F32"}}, 0, 'w: wanted dtype, shape and data_offsets, got {"dtype": "F32"}'),
         ({"w": {**ONE["w"], "shape": [-2]}}, 8, "w: wanted dtype, shape and data_offsets, got "),

@@ -71,6 +71,26 @@ def test_too_little_text_is_one_line(place, capsys):
     assert code == 1 and err.startswith("error: data: nothing to hold out") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("--seed", "99999999999999999999"), ("--minutes", "inf"), ("--data", "little"), ("--out", "text/module1.py")],
+)
+def test_a_run_that_fails_before_its_first_step_leaves_no_folder(place, capsys, arguments):
+    (place / "little").mkdir()
+    (place / "little" / "a.txt").write_text("hello")
+    before = sorted(place.rglob("*"))
+    rest = () if "--data" in arguments else ("--data", "text")
+    code, _, err = main(capsys, "quickstart", *arguments, *rest, "--name", "mine")
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
+    assert [path for path in sorted(place.rglob("*")) if path.name != "runs"] == before
+
+
+def test_a_wrong_option_of_generate_prints_no_prompt(place, capsys):
+    assert main(capsys, "quickstart", "--steps", "1", "--data", "text")[0] == 0
+    code, out, err = main(capsys, "generate", "runs/quickstart", "--prompt", "x", "--top-p", "2")
+    assert (code, out) == (1, "") and err == "error: top_p: wanted a number in (0, 1], got 2.0\n"
+
+
 def test_what_is_no_run_is_one_line(place, capsys):
     code, _, err = main(capsys, "generate", "text", "--prompt", "x")
     assert code == 1 and err.startswith("error: text: ") and err.count("\n") == 1

@@ -287,6 +287,24 @@ def test_a_state_of_the_other_mode_is_refused(deterministic):
         network(not deterministic)(tokens(3), Rows.one(3, past=20), state)
 
 
+def test_the_deterministic_mode_refuses_to_train():
+    model = network(True).train()
+    try:
+        with pytest.raises(ValueError, match="deterministic: this mode has no gradients"):
+            model(tokens(3), Rows.one(3))
+    finally:
+        model.eval()
+
+
+def test_rows_used_in_inference_mode_can_be_trained_on():
+    model, rows = network(), Rows.of([20, 30])
+    with torch.inference_mode():
+        model(tokens(50), rows)
+    hidden, _ = model(tokens(50), rows)
+    hidden.sum().backward()
+    model.zero_grad(set_to_none=True)
+
+
 def test_no_tokens():
     for model in (network(), network(True)):
         out, state = logits(model, tokens(0), Rows.of([0, 0]), model.empty_state(2))

@@ -44,7 +44,7 @@ def test_log_probabilities_are_the_models_own():
     torch.testing.assert_close(logprobs[0], logits.log_softmax(-1)[0, ids[0]])
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6, 1e6])
 def test_extreme_temperatures_stay_finite(temperature):
     ids, logprobs = sample(torch.tensor([[1e4, -1e4, 0.0]]), temperature=temperature)
     assert logprobs.isfinite().all()

@@ -249,3 +249,19 @@ def test_a_later_token_changes_no_earlier_bit(T):
     # and when all later tokens crowd onto one expert, so that another way of multiplying is taken
     crowd_TA = torch.cat([chosen.experts_TA[:T], torch.arange(A).expand(200 - T, A)])
     assert torch.equal(experts(latent_TL, crowd_TA, chosen.weights_TA, w1, w3, w2)[:T], whole[:T])
+
+
+@pytest.mark.parametrize("T", [5, 40, 400])  # segments, then padded
+def test_an_expert_without_tokens_has_no_gradient_even_if_its_weights_are_nan(T):
+    generator = torch.Generator().manual_seed(0)
+    w1, w3, w2 = (torch.randn(s, generator=generator) for s in ((6, 12, 16), (6, 12, 16), (6, 16, 12)))
+    for w in (w1, w3, w2):
+        w[5] = torch.nan
+        w.requires_grad_()
+    experts_TA = torch.rand(T, 5, generator=generator).argsort(-1)[:, :2].sort(-1).values
+    latent_TL = torch.randn(T, 16, generator=generator)
+    y_TL = experts(latent_TL, experts_TA, torch.full((T, 2), 0.5), w1, w3, w2)
+    y_TL.sum().backward()
+    assert y_TL.isfinite().all()
+    for w in (w1, w3, w2):
+        assert (w.grad[5] == 0).all() and w.grad[:5].isfinite().all()

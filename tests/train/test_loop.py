@@ -149,7 +149,7 @@ def test_clock_time(seconds, want):
 
 
 def test_a_run_of_no_length_is_refused():
-    with pytest.raises(ValueError, match="^minutes: wanted more than 0, got 0$"):
+    with pytest.raises(ValueError, match="^minutes: wanted a number above 0, got 0$"):
         Length(seconds=0.0)
     with pytest.raises(ValueError, match="^steps: wanted at least 1, got 0$"):
         Length(seconds=1.0, num_steps=0)

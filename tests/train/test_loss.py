@@ -55,3 +55,16 @@ def test_shapes_that_do_not_fit_are_refused():
         cross_entropy(torch.ones(3, 2), torch.ones(5, 2), torch.zeros(3, dtype=torch.int64), torch.ones(2))
     with pytest.raises(ValueError, match="^bits per byte: wanted a text of at least one byte, got 0$"):
         bits_per_byte(1.0, 0)
+
+
+def test_a_target_without_weight_may_be_any_number():
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD, head_WD = torch.randn(4, 3, generator=generator), torch.randn(7, 3, generator=generator)
+    weight_T = torch.tensor([1.0, 0.0, 2.0, 0.0])
+    results = []
+    for ignored in (-100, 5):
+        leaves = [hidden_TD.clone().requires_grad_(), head_WD.clone().requires_grad_()]
+        loss = cross_entropy(*leaves, torch.tensor([6, ignored, 0, ignored]), weight_T)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)

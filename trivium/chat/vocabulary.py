@@ -76,7 +76,7 @@ class Vocabulary:
         ranks = _ranks_of_lines(ranks_path, _read(ranks_path))
         try:
             config = json.loads(_read(config_path))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{config_path}: not a JSON file: {error}") from error
         if not isinstance(config, dict):
             raise ValueError(f"{config_path}: wanted a JSON object, got {type(config).__name__}")

@@ -76,7 +76,7 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from error
     file_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):

@@ -110,7 +110,9 @@ def _fill_(model: KimiK3, index: Index) -> dict[str, Tensor]:
             scales_U8 = stored(spec.name.removesuffix("_packed") + "_scale")
             value = mxfp4.unpack(stored(spec.name), scales_U8, target.dtype)
             if not value.isfinite().all():
-                reach = f"its scales reach byte {int(scales_U8.max())}, beyond {_name_of(target.dtype)}"
+                reach = (
+                    f"its scales reach byte {int(scales_U8.max())}, beyond {str(target.dtype).removeprefix('torch.')}"
+                )
                 raise ValueError(f"{index.paths[index.file_of[spec.name]]}: {spec.name}: {reach}; keep experts packed")
             del scales_U8
         else:
@@ -138,9 +140,10 @@ def _converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.dtype == dtype:
         return value
     converted = value.to(dtype)
-    # bfloat16 and float32 reach 3e38, float16 only 65504: a weight beyond would silently become infinite.
-    if dtype == torch.float16 and not converted.isfinite().all() and value.isfinite().all():
-        raise ValueError(f"{name}: wanted at most 65504 for float16, got {value.abs().max().item():g}")
+    # A weight beyond what the dtype reaches (float16: 65504) would silently become infinite.
+    if not converted.isfinite().all() and value.isfinite().all():
+        most, what = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name}: wanted at most {most:g} for {what}, got {value.abs().max().item():g}")
     return converted
 
 

@@ -35,10 +35,10 @@ class Folder:
             return cls(path=path)
         try:
             content = json.loads(journal.read_text(encoding="utf-8"))
-            return cls(path=path, replaced=tuple(content["replaced"]), removed=tuple(content["removed"]))
+            return cls(path=path, replaced=_names(content["replaced"]), removed=_names(content["removed"]))
         except OSError as error:
             raise ValueError(f"{journal}: cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{journal}: wanted the lists replaced and removed of an interrupted save") from error
 
     def file(self, name: str) -> Path:
@@ -143,3 +143,13 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _names(content: object) -> tuple[str, ...]:
+    """A journal's list. A name that leads out of the folder is refused: a checkpoint may come from anywhere."""
+    if not isinstance(content, list) or not all(type(name) is str for name in content):
+        raise ValueError(f"wanted a list of names, got {content!r}")
+    for name in content:
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise ValueError(f"wanted the name of a file, got {name!r}")
+    return tuple(content)

@@ -60,11 +60,13 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         header = json.loads(text)
-    except ValueError as error:  # broken JSON, or bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # broken JSON, or bytes that are no UTF-8
         raise ValueError(f"{path}: no safetensors file: the header is no JSON: {error}") from error
     if type(header) is not dict:
         raise ValueError(f"{path}: no safetensors file: the header wants a JSON object, got {type(header).__name__}")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise ValueError(f"{path}: no safetensors file: __metadata__ wants an object of strings")
 
     first = 8 + length
     entries = {name: _entry(path, name, content, first) for name, content in header.items()}

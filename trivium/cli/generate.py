@@ -22,7 +22,8 @@ def generate(
     from trivium.api import load
 
     model = load(run, device=device, dtype=dtype)
+    pieces = model.stream(prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     typer.echo(prompt, nl=False)
-    for piece in model.stream(prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed):
+    for piece in pieces:
         typer.echo(piece.text, nl=False)
     typer.echo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def quickstart(
     from trivium.ops.backend import default_backend
     from trivium.recipes.quickstart import quickstart as recipe
     from trivium.train.pretrain import pretrain
-    from trivium.train.run_folder import claim_run_folder, write_text
+    from trivium.train.run_folder import claim_run_folder, released_if_untrained, write_text
 
     console = Console(highlight=False, soft_wrap=True)
     config = recipe(minutes=minutes, num_steps=steps, seed=seed)
@@ -45,30 +46,31 @@ def quickstart(
         f"trivium {trivium.__version__} on the CPU: backend {default_backend('cpu')}, {torch.get_num_threads()} threads"
     )
 
-    documents = folder_of_text(data) if data else standard_library()
-    train, heldout = split_by_source(documents)
-    console.print(
-        f"text: {len(train)} files, {_megabytes(train)} to train on; {len(heldout)} files, {_megabytes(heldout)} "
-        "held out, whole modules"
-    )
-    num_ranks = config.model.bos_token_id  # the control ids follow the ranks, [BOS] first
-    tokenizer = train_tokenizer((document.text for document in train), num_ranks)
-    num_bytes_W = torch.tensor([len(token) for token in tokenizer.vocabulary.ranks] + [0] * 256)
-    streams = [
-        tokenize(part, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=num_bytes_W) for part in (train, heldout)
-    ]
-    console.print(
-        f"tokenizer: {tokenizer.vocab_size} ids; {streams[0].num_targets:,} tokens to train on, "
-        f"{streams[1].num_targets:,} held out, {streams[1].num_bytes / streams[1].num_targets:.2f} bytes each"
-    )
-
     folder = claim_run_folder(out, name or config.recipe, exact=name is not None)
-    about = {
-        "what": str(data or "the standard library's source of this Python"),
-        "fingerprint": fingerprint(documents),
-        "heldout_names": sorted({document.source for document in heldout}),
-    }
-    result = pretrain(config, *streams, tokenizer, folder, data=about, console=console)
+    with released_if_untrained(folder):
+        documents = folder_of_text(data) if data else standard_library()
+        train, heldout = split_by_source(documents)
+        console.print(
+            f"text: {len(train)} files, {_megabytes(train)} to train on; {len(heldout)} files, {_megabytes(heldout)} "
+            "held out, whole modules"
+        )
+        num_ranks = config.model.bos_token_id  # the control ids follow the ranks, [BOS] first
+        tokenizer = train_tokenizer((document.text for document in train), num_ranks)
+        num_bytes_W = torch.tensor([len(token) for token in tokenizer.vocabulary.ranks] + [0] * 256)
+        streams = [
+            tokenize(part, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=num_bytes_W)
+            for part in (train, heldout)
+        ]
+        console.print(
+            f"tokenizer: {tokenizer.vocab_size} ids; {streams[0].num_targets:,} tokens to train on, "
+            f"{streams[1].num_targets:,} held out, {streams[1].num_bytes / streams[1].num_targets:.2f} bytes each"
+        )
+        about = {
+            "what": str(data or "the standard library's source of this Python"),
+            "fingerprint": fingerprint(documents),
+            "heldout_names": sorted({document.source for document in heldout}),
+        }
+        result = pretrain(config, *streams, tokenizer, folder, data=about, console=console)
     loop, first, last = result.loop, result.first, result.last
     console.print(
         f"{'interrupted' if loop.interrupted else 'done'}: {loop.num_steps} steps, {loop.num_tokens:,} tokens, "
@@ -88,10 +90,10 @@ def quickstart(
     console.print("\na sample:\n")
     console.print(texts[0], markup=False)
     # Behind `make quickstart` no `trivium` is on the path, but the program that runs this is.
-    command = "trivium" if shutil.which("trivium") else f"{sys.executable} -m trivium"
+    command = ["trivium"] if shutil.which("trivium") else [sys.executable, "-m", "trivium"]
     console.print(
         f"\nwritten to {folder}\n"
-        f"go on with:  {command} generate {folder} --prompt {PROMPTS[0]!r}\n"
+        f"go on with:  {shlex.join([*command, 'generate', str(folder), '--prompt', PROMPTS[0]])}\n"
         f"in Python:   trivium.load({str(folder)!r}).generate({PROMPTS[0]!r}).text",
         markup=False,
     )

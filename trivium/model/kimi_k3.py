@@ -67,6 +67,8 @@ class KimiK3(nn.Module):
         merged window (`expand_placeholders`).
         """
         _check_inputs(ids_T, rows, state, self.deterministic)
+        if self.deterministic and self.training and torch.is_grad_enabled():
+            raise ValueError("deterministic: this mode has no gradients; train in the default mode, or call eval()")
         with trace.running(self):
             return self._forward(ids_T, rows, state, pixels)
 

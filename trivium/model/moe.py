@@ -109,6 +109,9 @@ class LatentMoe(nn.Module):
         return self.routed_expert_up_proj(self.routed_expert_norm(y_TL)) + self.shared_experts(x_TD)
 
     def take_scores(self) -> list[Tensor]:
-        """Router scores [N, E] of every training forward since the last call, in order; they are handed over."""
+        """Router scores [N, E] of every training forward since the last call, in order; they are handed over.
+
+        A forward that is run again for its gradients (activation checkpointing) is a forward of its own here.
+        """
         taken, self._scores = self._scores, []
         return taken

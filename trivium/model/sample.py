@@ -8,9 +8,9 @@ from torch import Tensor
 
 def check_sampling(temperature: float, top_p: float) -> None:
     """Raises ValueError unless temperature >= 0 and 0 < top_p <= 1."""
-    if not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: wanted a number >= 0, got {temperature}")
-    if not 0 < top_p <= 1:
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
         raise ValueError(f"top_p: wanted a number in (0, 1], got {top_p}")
 
 
@@ -30,7 +30,7 @@ def sample(
         bad = int((~peak_S1.isfinite()).nonzero()[0, 0])
         raise ValueError(f"sample: row {bad} of the logits holds nan or +inf, or nothing but -inf")
     log_SW = logits_SW.log_softmax(-1)
-    if temperature == 0:
+    if temperature < 1e-30:  # as float32 it may be 0, and 0 / 0 no probability
         id_S = logits_SW.argmax(-1)  # of equal values torch returns the first
     else:
         # Subtract the peak first: 1 / temperature may be large, and logits times it must not overflow.

@@ -21,7 +21,10 @@ _asked: str | None = None
 
 @contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Run every operation inside the block on the named backend; None is the default choice."""
+    """Run every operation inside the block on the named backend; None is the default choice.
+
+    The choice is the process's: threads that run at the same time must ask for the same one.
+    """
     global _asked
     if name is not None and name not in NAMES:
         raise ValueError(f"backend: wanted one of {', '.join(NAMES)}, got {name!r}")

@@ -88,7 +88,8 @@ class Rows:
         """What `make` gives, made once for this Rows and this key: for the index tables of kernels."""
         tables = self.__dict__.setdefault("_tables", {})
         if key not in tables:
-            tables[key] = make()
+            with torch.inference_mode(False):  # a table made in inference mode could not be used in training
+                tables[key] = make()
         return tables[key]
 
     def chunks(self, size: int) -> Chunks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -28,8 +29,8 @@ class Length:
     num_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"minutes: wanted more than 0, got {self.seconds / 60:g}")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"minutes: wanted a number above 0, got {self.seconds / 60:g}")
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"steps: wanted at least 1, got {self.num_steps}")
 

@@ -52,7 +52,9 @@ class _CrossEntropy(torch.autograd.Function):
         d_head_WD = torch.zeros_like(head_WD, dtype=torch.float32) if want_head else None
         for start in range(0, len(targets_T), BLOCK):
             block = slice(start, start + BLOCK)
-            h_CD, targets_C1, weight_C = hidden_TD[block], targets_T[block, None], weight_T[block]
+            h_CD, weight_C = hidden_TD[block], weight_T[block]
+            # A target without weight may be any number, such as -100.
+            targets_C1 = targets_T[block].masked_fill(weight_C == 0, 0)[:, None]
             log_p_CW = (h_CD @ head_WD.T).float().log_softmax(dim=-1)
             total -= weight_C @ log_p_CW.gather(1, targets_C1).squeeze(1)
             d_CW = log_p_CW.exp_().mul_(weight_C[:, None])

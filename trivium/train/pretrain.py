@@ -53,6 +53,8 @@ class PretrainConfig:
         for name in ("batch_tokens", "max_len", "num_evals", "eval_tokens", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: wanted a whole number in [0, 2^63), got {self.seed}")
         for name in ("muon_lr", "adamw_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: wanted a number above 0, got {getattr(self, name)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ def claim_run_folder(root: str | Path, name: str, *, exact: bool) -> Path:
     if not name or name != Path(name).name or name.startswith("."):
         raise ValueError(f"name: wanted the name of one folder, got {name!r}")
     root = Path(root)
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{root}: cannot be made a folder of runs: {error.strerror}") from error
     for number in count(1):
         folder = root / (name if number == 1 else f"{name}-{number}")
         try:
@@ -27,6 +32,20 @@ def claim_run_folder(root: str | Path, name: str, *, exact: bool) -> Path:
             if exact:
                 raise ValueError(f"{folder}: is there already and is not overwritten; choose another name") from error
     raise AssertionError("count ends")
+
+
+@contextmanager
+def released_if_untrained(folder: Path) -> Iterator[None]:
+    """Where the block fails, or is interrupted, before the folder holds a model or a step, the folder goes away again."""
+    try:
+        yield
+    except BaseException:
+        files = sorted(folder.iterdir())
+        if all(file.name == "metrics.jsonl" and file.stat().st_size == 0 for file in files):
+            for file in files:
+                file.unlink()
+            folder.rmdir()
+        raise
 
 
 def write_text(path: Path, text: str) -> None:

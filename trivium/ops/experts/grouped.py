@@ -147,7 +147,10 @@ class Group:
         """[E, X, Y]: of every expert the sum of left ⊗ right over its rows, zero where it has none."""
         if self.padded_len is not None:
             left_ECX = left_MX.view(self.num_experts, self.padded_len, -1)
-            return torch.bmm(left_ECX.mT, right_MY.view(self.num_experts, self.padded_len, -1))
+            sum_EXY = torch.bmm(left_ECX.mT, right_MY.view(self.num_experts, self.padded_len, -1))
+            idle = sorted(set(range(self.num_experts)) - {expert_id for expert_id, _, _ in self.spans})
+            sum_EXY[idle] = 0  # and not nan, whatever stands in the weights of an expert without rows
+            return sum_EXY
         sum_EXY = left_MX.new_zeros(self.num_experts, left_MX.shape[1], right_MY.shape[1])
         for expert_id, start, end in self.spans:
             torch.mm(left_MX[start:end].T, right_MY[start:end], out=sum_EXY[expert_id])
