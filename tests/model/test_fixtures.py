@@ -151,11 +151,12 @@ def test_images_in_a_prompt(device):
 
 @pytest.mark.parametrize("name", ALL)
 def test_bfloat16_follows(name):
-    # The fixtures say nothing about bfloat16 rounding; the same next token at most positions is what it should keep.
+    # The fixtures say nothing about bfloat16. With random weights a rounding turns some expert choices, and those the
+    # logits; .71 to .86 of the positions keep their likeliest token, where a structural mistake keeps next to none.
     want = expected(name)
     got = trivium.load(FIXTURES / name).logits(want["input_ids"].long())
     assert got.dtype == torch.float32 and got.isfinite().all()
-    assert (got.argmax(-1) == want["logits"].argmax(-1)).float().mean() > 0.5
+    assert (got.argmax(-1) == want["logits"].argmax(-1)).float().mean() > 0.65
 
 
 @pytest.mark.parametrize("device", DEVICES)

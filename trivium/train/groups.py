@@ -14,7 +14,7 @@ from trivium.train.muon import Muon
 # Matrices by shape, but none by meaning: the rows of these are ids or experts, seen with unequal counts.
 _ROWS_ARE_IDS = ("embed_tokens.weight", "lm_head.weight", "pos_emb.weight")
 _ROUTER = "block_sparse_moe.gate.weight"
-_PATCHES = "patch_embed.proj.weight"
+_PATCHES = "patch_embed.proj.weight"  # its last two dims are pixels, not outputs and inputs
 
 
 @dataclass(frozen=True, kw_only=True)
