@@ -287,14 +287,10 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder
 # (section, released name) -> (part of K3Config, attribute). A section is "" (top), text, linear or vision.
 _FIELDS: dict[tuple[str, str], tuple[str, str]] = {
     ("text", "num_hidden_layers"): ("", "num_layers"),
-    ("text", "hidden_size"): ("", "hidden_size"),
-    ("text", "vocab_size"): ("", "vocab_size"),
-    ("text", "intermediate_size"): ("", "intermediate_size"),
     ("text", "first_k_dense_replace"): ("", "num_dense_layers"),
-    ("text", "attn_res_block_size"): ("", "attn_res_block_size"),
-    ("text", "rms_norm_eps"): ("", "rms_norm_eps"),
-    ("text", "activation_situ_beta"): ("", "activation_situ_beta"),
-    ("text", "activation_situ_linear_beta"): ("", "activation_situ_linear_beta"),
+    **{("text", name): ("", name) for name in ("hidden_size", "vocab_size", "intermediate_size")},
+    **{("text", name): ("", name) for name in ("attn_res_block_size", "rms_norm_eps")},
+    **{("text", name): ("", name) for name in ("activation_situ_beta", "activation_situ_linear_beta")},
     ("", "dtype"): ("", "dtype"),
     **{("", name): ("", name) for name in _TOKEN_IDS},
     **{("linear", name): ("kda", name) for name in KdaConfig.__dataclass_fields__},
@@ -341,9 +337,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 _SAID_TWICE = (
     ("text", "num_key_value_heads", "text", "num_attention_heads"),
     ("text", "dtype", "", "dtype"),
-    ("text", "bos_token_id", "", "bos_token_id"),
-    ("text", "eos_token_id", "", "eos_token_id"),
-    ("text", "pad_token_id", "", "pad_token_id"),
+    *(("text", name, "", name) for name in _TOKEN_IDS[:3]),
     ("vision", "mm_hidden_size", "vision", "vt_hidden_size"),
 )
 
@@ -540,6 +534,11 @@ def _moe(*sizes: int) -> MoeConfig:
     return MoeConfig(**dict(zip(list(MoeConfig.__dataclass_fields__)[:5], sizes, strict=True)))
 
 
+def _vision(*sizes: int) -> VisionConfig:
+    """Patch; grid height, width and frames; width, feed-forward, layers, heads, q|k|v width; the text model's width."""
+    return VisionConfig(**dict(zip(list(VisionConfig.__dataclass_fields__)[:10], sizes, strict=True)))
+
+
 def _k3() -> K3Config:
     config = K3Config(
         num_layers=93,
@@ -549,18 +548,7 @@ def _k3() -> K3Config:
         kda=KdaConfig(num_heads=96, head_dim=128),
         mla=_mla(96, 1536, 512, 128, 64, 128),
         moe=_moe(896, 16, 2, 3072, 3584),
-        vision=VisionConfig(
-            patch_size=14,
-            init_pos_emb_height=64,
-            init_pos_emb_width=64,
-            init_pos_emb_time=4,
-            vt_hidden_size=1024,
-            vt_intermediate_size=4096,
-            vt_num_hidden_layers=27,
-            vt_num_attention_heads=12,
-            qkv_hidden_size=1536,
-            text_hidden_size=7168,
-        ),
+        vision=_vision(14, 64, 64, 4, 1024, 4096, 27, 12, 1536, 7168),
         dtype="bfloat16",
         **_special_ids(163584),
     )
