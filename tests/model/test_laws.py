@@ -302,6 +302,7 @@ def test_rows_used_in_inference_mode_can_be_trained_on():
         model(tokens(50), rows)
     hidden, _ = model(tokens(50), rows)
     hidden.sum().backward()
+    assert model.language_model.model.embed_tokens.weight.grad.isfinite().all()
     model.zero_grad(set_to_none=True)
 
 

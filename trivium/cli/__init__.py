@@ -71,8 +71,8 @@ def trivium_(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 something was wrong, 2 wrong usage, 130 interrupted."""
     # Before torch is loaded. A thread that waits for the others spins, by default long enough to hold the core that one
-    # of them needs when other programs are busy: a training step of nano on two cores then took 50 s. Spinning a
-    # sixtieth as long it takes 1.4 to 2 s there, and 0.55 s on a free machine, as before; sleeping at once it takes 1.05 s.
+    # of them needs when other programs are busy: a training step of nano on two cores then took up to 60 s. Spinning a
+    # sixtieth as long it takes 1.6 s there, and 0.57 s on a free machine, as before; sleeping at once it takes 1.12 s.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     app(_debug_first(sys.argv[1:] if arguments is None else arguments), prog_name="trivium")
 

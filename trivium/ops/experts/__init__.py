@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trivium.ops.backend import choose
 from trivium.ops.experts.grouped import experts_grouped
-from trivium.ops.experts.reference import experts_reference
+from trivium.ops.experts.reference import ExpertInputs, experts_reference
 from trivium.ops.experts.tile import experts_by_tile
 from trivium.ops.mxfp4 import PackedWeight
 from trivium.ops.precision import work_dtype
@@ -32,9 +32,9 @@ def experts(
     pass through it to the latent and the weights. Released modelling code. Raises ValueError for shapes or dtypes that
     do not fit and for ids outside 0 .. E − 1.
     """
-    _check("experts", latent_TL, experts_TA, weights_TA, w1, w3, w2, lowest_id=0)
-    run = choose("experts", reference=experts_reference, torch=experts_grouped)
-    return run(latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound)
+    inputs = ExpertInputs(latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound)
+    _check("experts", inputs, lowest_id=0)
+    return choose("experts", reference=experts_reference, torch=experts_grouped)(inputs)
 
 
 def experts_tile(
@@ -53,21 +53,13 @@ def experts_tile(
     Every chosen expert is run over all T rows and each row takes what is its own, so that every matrix product has one
     shape whoever else is in the tile. A row of experts −1 is unused: it chooses nothing and gets zeros. For inference.
     """
-    _check("experts_tile", latent_TL, experts_TA, weights_TA, w1, w3, w2, lowest_id=-1)
-    run = choose("experts_tile", reference=experts_reference, torch=experts_by_tile)
-    return run(latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound)
+    inputs = ExpertInputs(latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound)
+    _check("experts_tile", inputs, lowest_id=-1)
+    return choose("experts_tile", reference=experts_reference, torch=experts_by_tile)(inputs)
 
 
-def _check(
-    op: str,
-    latent_TL: Tensor,
-    experts_TA: Tensor,
-    weights_TA: Tensor,
-    w1: Tensor | PackedWeight,
-    w3: Tensor | PackedWeight,
-    w2: Tensor | PackedWeight,
-    lowest_id: int,
-) -> None:
+def _check(op: str, inputs: ExpertInputs, lowest_id: int) -> None:
+    latent_TL, experts_TA, weights_TA, w1, w3, w2, *_ = inputs
     num_tokens, L = latent_TL.shape
     num_experts, F, _ = w1.shape
     for name, weight, wanted in (("w1", w1, (F, L)), ("w3", w3, (F, L)), ("w2", w2, (L, F))):

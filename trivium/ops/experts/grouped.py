@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trivium.ops.experts.reference import expert_weight
+from trivium.ops.experts.reference import ExpertInputs, expert_weight
 from trivium.ops.mxfp4 import PackedWeight
 from trivium.ops.precision import work_dtype
 from trivium.ops.situ.fused import situ_backward, situ_forward
@@ -29,16 +29,8 @@ MOST_PADDING = 2.0
 FEWEST_ROWS = 16
 
 
-def experts_grouped(
-    latent_TL: Tensor,
-    experts_TA: Tensor,
-    weights_TA: Tensor,
-    w1: Tensor | PackedWeight,
-    w3: Tensor | PackedWeight,
-    w2: Tensor | PackedWeight,
-    bound: float,
-    up_bound: float,
-) -> Tensor:
+def experts_grouped(inputs: ExpertInputs) -> Tensor:
+    latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound = inputs
     return _Experts.apply(latent_TL, weights_TA, w1, w3, w2, experts_TA, bound, up_bound)
 
 

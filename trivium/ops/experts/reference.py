@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,16 +12,21 @@ from trivium.ops.precision import work_dtype
 from trivium.ops.situ.reference import situ_reference
 
 
-def experts_reference(
-    latent_TL: Tensor,
-    experts_TA: Tensor,
-    weights_TA: Tensor,
-    w1: Tensor | PackedWeight,
-    w3: Tensor | PackedWeight,
-    w2: Tensor | PackedWeight,
-    bound: float,
-    up_bound: float,
-) -> Tensor:
+class ExpertInputs(NamedTuple):
+    """What `experts` takes, checked, and every implementation is given."""
+
+    latent_TL: Tensor
+    experts_TA: Tensor
+    weights_TA: Tensor
+    w1: Tensor | PackedWeight
+    w3: Tensor | PackedWeight
+    w2: Tensor | PackedWeight
+    bound: float
+    up_bound: float
+
+
+def experts_reference(inputs: ExpertInputs) -> Tensor:
+    latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound = inputs
     work = work_dtype(latent_TL)
     y = []
     for latent_L, experts_A, weights_A in zip(latent_TL, experts_TA.tolist(), weights_TA, strict=True):

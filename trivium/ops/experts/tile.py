@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trivium.ops.experts.reference import expert_weight
-from trivium.ops.mxfp4 import PackedWeight
+from trivium.ops.experts.reference import ExpertInputs, expert_weight
 from trivium.ops.precision import work_dtype
 from trivium.ops.situ.fused import situ_fused
 
 
-def experts_by_tile(
-    latent_TL: Tensor,
-    experts_TA: Tensor,
-    weights_TA: Tensor,
-    w1: Tensor | PackedWeight,
-    w3: Tensor | PackedWeight,
-    w2: Tensor | PackedWeight,
-    bound: float,
-    up_bound: float,
-) -> Tensor:
+def experts_by_tile(inputs: ExpertInputs) -> Tensor:
+    latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound = inputs
     num_tokens, num_active = experts_TA.shape
     work = work_dtype(latent_TL)
     part_TAL = latent_TL.new_zeros(num_tokens, num_active, latent_TL.shape[1])
