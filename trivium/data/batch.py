@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,3 +49,23 @@ class Batch:
                 )
         if self.num_bytes < 0:
             raise ValueError(f"batch: num_bytes is never negative, got {self.num_bytes}")
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        if self.ids_T.device == torch.device(device):
+            return self
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        pixels = self.pixels
+        return replace(
+            self,
+            ids_T=self.ids_T.to(device),
+            targets_T=self.targets_T.to(device),
+            weight_T=self.weight_T.to(device),
+            rows=replace(self.rows, starts_S1=self.rows.starts_S1.to(device), slots_S=moved(self.rows.slots_S)),
+            pixels=None if pixels is None else replace(pixels, values_P3HW=pixels.values_P3HW.to(device)),
+            logprobs_T=moved(self.logprobs_T),
+            advantage_T=moved(self.advantage_T),
+        )

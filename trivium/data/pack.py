@@ -1,4 +1,4 @@
-"""Documents to one stream of tokens, and the stream to batches of fixed size.
+"""Documents to one stream of tokens, and pieces of it to a batch.
 
 A document is [BOS] and its tokens. It is read in pieces; each piece is a sequence of its own in `Rows`, so nothing leaks
 from one document to the next, and each token but [BOS] is a target exactly once.
@@ -6,13 +6,15 @@ from one document to the next, and each token but [BOS] is a target exactly once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trivium.chat.pieces import MAX_CHARS
 from trivium.data.batch import Batch
 from trivium.data.source import Document
 from trivium.ops.rows import Rows
@@ -38,7 +40,8 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         """Bytes of text that all targets stand for."""
-        return int(self.num_bytes_W[self.ids_T.long()].sum())
+        # By counts of ids: one number of 8 bytes for each token would be twice the stream.
+        return int(torch.bincount(self.ids_T, minlength=len(self.num_bytes_W)) @ self.num_bytes_W)
 
 
 # Where the inputs of one piece lie in a stream: its first token and the one behind its last.
@@ -50,18 +53,25 @@ def tokenize(
 ) -> TokenStream:
     """Every document as [BOS] and its tokens.
 
-    Raises ValueError when the tokens of a document do not stand for all of its bytes, no more and no less.
+    A long text is encoded in parts of 400,000 characters, where the tokenizer cuts it in any case. Raises ValueError
+    when the tokens of a document do not stand for all of its bytes, no more and no less.
     """
-    ids: list[int] = []
+    num_bytes = num_bytes_W.numpy()
+    arrays = [np.empty(0, dtype=np.int32)]
     starts = [0]
     for document in documents:
-        tokens = encode(document.text)
-        got = int(num_bytes_W[torch.tensor(tokens, dtype=torch.int64)].sum())
+        # An array for each part: as Python objects the ids of 200 MB of text would take 2 GB.
+        parts = [
+            np.array(encode(document.text[start : start + MAX_CHARS]), dtype=np.int32)
+            for start in range(0, len(document.text), MAX_CHARS)
+        ]
+        got = sum(int(num_bytes[part].sum()) for part in parts)
         if got != document.num_bytes:
             raise ValueError(f"data: the tokens of {document.path} stand for {got} bytes of {document.num_bytes}")
-        ids += [bos_id, *tokens]
-        starts.append(len(ids))
-    return TokenStream(ids_T=torch.tensor(ids, dtype=torch.int32), starts=tuple(starts), num_bytes_W=num_bytes_W)
+        arrays += [np.array([bos_id], dtype=np.int32), *parts]
+        starts.append(starts[-1] + 1 + sum(map(len, parts)))
+    ids_T = torch.from_numpy(np.concatenate(arrays))
+    return TokenStream(ids_T=ids_T, starts=tuple(starts), num_bytes_W=num_bytes_W)
 
 
 def pieces(stream: TokenStream, max_len: int) -> list[Span]:
@@ -73,43 +83,6 @@ def pieces(stream: TokenStream, max_len: int) -> list[Span]:
         for start, end in pairwise(stream.starts)
         for first in range(start, end - 1, max_len)
     ]
-
-
-def pack(stream: TokenStream, spans: Iterable[Span], num_tokens: int, source: str) -> Iterator[Batch]:
-    """Batches of exactly `num_tokens` inputs; only the last one may be shorter.
-
-    A piece that does not fit into what is left of a batch is cut there and goes on, as a sequence of its own, in the
-    next.
-    """
-    if num_tokens < 1:
-        raise ValueError(f"pack: wanted a positive number of tokens, got {num_tokens}")
-    taken: list[Span] = []
-    room = num_tokens
-    for first, end in spans:
-        while end - first >= room:
-            yield make_batch(stream, [*taken, (first, first + room)], source)
-            first, taken, room = first + room, [], num_tokens
-        if first < end:
-            taken.append((first, end))
-            room -= end - first
-    if taken:
-        yield make_batch(stream, taken, source)
-
-
-def shuffled_batches(stream: TokenStream, *, max_len: int, num_tokens: int, seed: int, source: str) -> Iterator[Batch]:
-    """Batches without end: all pieces in a new order each epoch, which depends on the seed and the epoch alone."""
-    spans = pieces(stream, max_len)
-    if not spans:
-        raise ValueError("data: not one token has another one behind it, nothing to train on")
-
-    def endless() -> Iterator[Span]:
-        epoch = 0
-        while True:
-            order = torch.randperm(len(spans), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-            yield from (spans[idx] for idx in order.tolist())
-            epoch += 1
-
-    return pack(stream, endless(), num_tokens, source)
 
 
 def make_batch(stream: TokenStream, spans: Sequence[Span], source: str) -> Batch:
