@@ -65,7 +65,7 @@ class Folder:
                 os.replace(temporary, self.path / name)
         for name in self.removed:
             (self.path / name).unlink(missing_ok=True)
-        _sync(self.path)
+        sync_folder(self.path)
         (self.path / JOURNAL).unlink()
 
 
@@ -117,13 +117,13 @@ class Replacement:
         journal = json.dumps({"replaced": self._written, "removed": removed}).encode()
         try:
             self.write(JOURNAL, lambda file: file.write(journal))
-            _sync(self.path)
+            sync_folder(self.path)
             os.replace(self.path / (JOURNAL + SUFFIX), self.path / JOURNAL)
         except OSError:
             self._discard()
             raise
         try:
-            _sync(self.path)
+            sync_folder(self.path)
             Folder.at(self.path).finish()
         except OSError as error:
             raise OSError(
@@ -136,7 +136,7 @@ class Replacement:
             (self.path / (name + SUFFIX)).unlink(missing_ok=True)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the folder's renames last through a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:

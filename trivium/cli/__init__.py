@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import trivium
-from trivium.cli import cost, doctor, generate, quickstart
+from trivium.cli import convert, cost, doctor, generate, plot, quickstart, train
 
 
 class OneLineErrors(TyperGroup):
@@ -41,10 +41,14 @@ class OneLineErrors(TyperGroup):
 
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(quickstart.quickstart)
-app.command()(generate.generate)
-app.add_typer(cost.app, name="cost")
-app.command()(doctor.doctor)
+TRAIN, USE, KNOW = "Train a model", "Use a model", "What it takes"
+app.command(rich_help_panel=TRAIN)(quickstart.quickstart)
+app.command(rich_help_panel=TRAIN)(train.train)
+app.command(rich_help_panel=TRAIN)(plot.plot)
+app.command(rich_help_panel=USE)(generate.generate)
+app.command(rich_help_panel=USE)(convert.convert)
+app.add_typer(cost.app, name="cost", rich_help_panel=KNOW)
+app.command(rich_help_panel=KNOW)(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,7 +78,9 @@ def main(arguments: list[str] | None = None) -> None:
     # of them needs when other programs are busy: a training step of nano on two cores then took up to 60 s. Spinning a
     # sixtieth as long it takes 1.6 s there, and 0.57 s on a free machine, as before; sleeping at once it takes 1.12 s.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    app(_debug_first(sys.argv[1:] if arguments is None else arguments), prog_name="trivium")
+    arguments = _debug_first(sys.argv[1:] if arguments is None else arguments)
+    # What was typed goes along as the context's object: a run keeps it, to say how it goes on.
+    app(arguments, prog_name="trivium", obj=[argument for argument in arguments if argument != "--debug"])
 
 
 def _debug_first(arguments: list[str]) -> list[str]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
-from trivium.data.batch import Batch
+from trivium.data.pack import TokenStream, pieces
 from trivium.model.kimi_k3 import KimiK3
+from trivium.model.state import ModelState
+from trivium.ops.rows import Rows
 from trivium.train.loss import bits_per_byte, token_nll
+
+# Documents under way at once: enough for products of a good size, few enough that a window is longer than a chunk.
+_LANES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +29,59 @@ class Heldout:
 
 
 @torch.no_grad()
-def score(model: KimiK3, batches: Iterable[Batch]) -> Heldout:
-    """Every weighted target of the batches once; each sequence starts from an empty state."""
+def score(model: KimiK3, stream: TokenStream, *, batch_tokens: int = 2048) -> Heldout:
+    """Every token of every document once, [BOS] apart, given all of its document before it.
+
+    A document is read in consecutive windows and the state is carried from one to the next, so that how it is cut
+    changes nothing but rounding. At most `batch_tokens` tokens go through the model at once. Raises ValueError when
+    there is no token to score.
+    """
+    device = model.device
+    # Longest first: what is short then fills up beside it.
+    documents = sorted(
+        ((start, end - 1) for start, end in pairwise(stream.starts) if end - start > 1),
+        key=lambda span: span[0] - span[1],
+    )
+    if not documents:
+        raise ValueError("held out: no token to score")
     was_training = model.training
     model.eval()
+    waiting = deque(documents)
+    lanes: list[tuple[int, int, ModelState]] = []  # first token not read yet, end, state
     nll, num_tokens, num_bytes = 0.0, 0, 0
-    for batch in batches:
-        hidden_TD, _ = model(batch.ids_T, batch.rows, pixels=batch.pixels)
-        counts_T = batch.weight_T > 0
+    while waiting or lanes:
+        while waiting and len(lanes) < min(_LANES, batch_tokens):
+            lanes.append((*waiting.popleft(), model.empty_state(1)))
+        window = batch_tokens // len(lanes)
+        spans = [(first, min(first + window, end)) for first, end, _ in lanes]
+        ids_T = torch.cat([stream.ids_T[first:end] for first, end in spans]).to(device, torch.int64)
+        targets_T = torch.cat([stream.ids_T[first + 1 : end + 1] for first, end in spans]).to(device, torch.int64)
+        state = ModelState.join([state for *_, state in lanes])
+        rows = Rows.of([end - first for first, end in spans], device, past=state.lengths)
+        hidden_TD, state = model(ids_T, rows, state)
         # In float64: a float32 sum over 100,000 tokens would lose the digits that two runs differ in.
-        nll += float(
-            token_nll(hidden_TD, model.language_model.lm_head.weight, batch.targets_T)[counts_T].double().sum()
-        )
-        num_tokens += int(counts_T.sum())
-        num_bytes += batch.num_bytes
+        nll += float(token_nll(hidden_TD, model.language_model.lm_head.weight, targets_T).double().sum())
+        num_tokens += len(targets_T)
+        num_bytes += int(stream.num_bytes_W[targets_T.cpu()].sum())
+        lanes = [
+            (read, end, state.sequence(s))
+            for s, ((_, read), (_, end, _)) in enumerate(zip(spans, lanes, strict=True))
+            if read < end
+        ]
     model.train(was_training)
-    if not num_tokens:
-        raise ValueError("held out: no token to score")
     return Heldout(loss=nll / num_tokens, bpb=bits_per_byte(nll, num_bytes), num_tokens=num_tokens, num_bytes=num_bytes)
+
+
+def excerpt(stream: TokenStream, num_tokens: int, piece_len: int) -> TokenStream:
+    """About `num_tokens` tokens of the stream: every n-th piece of `piece_len`, so that all documents have a part.
+
+    A piece that begins inside a document knows nothing of what came before: its loss is a little above `score`'s of
+    the whole.
+    """
+    spans = pieces(stream, piece_len)
+    chosen = spans[:: max(1, stream.num_targets // num_tokens)]
+    parts = [stream.ids_T[first : end + 1] for first, end in chosen]
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part))
+    return TokenStream(ids_T=torch.cat(parts), starts=tuple(starts), num_bytes_W=stream.num_bytes_W)

@@ -1,15 +1,14 @@
-"""The training loop: steps until the time or the number of steps is used up, or somebody presses Ctrl-C."""
+"""The training loop: steps until their number is reached, or somebody asks it to stop."""
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,40 +16,32 @@ from trivium.data.batch import Batch
 from trivium.model.kimi_k3 import KimiK3
 from trivium.train.heldout import Heldout
 from trivium.train.log import Metrics, RunLog
-from trivium.train.schedule import Schedule
+from trivium.train.schedule import Length, Schedule
 from trivium.train.step import train_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a run is: by the clock, or by steps where `num_steps` is given."""
+class Progress:
+    """How far a run has come: steps, tokens, and seconds of training, pauses between two processes left out.
 
-    seconds: float
+    `num_steps` is the number of steps in all, None as long as it is not known.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    time_s: float = 0.0
     num_steps: int | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"minutes: wanted a number above 0, got {self.seconds / 60:g}")
-        if self.num_steps is not None and self.num_steps < 1:
-            raise ValueError(f"steps: wanted at least 1, got {self.num_steps}")
 
-    def progress(self, step: int, time_s: float) -> float:
-        """The share of the run that is over after `step` steps and `time_s` seconds."""
-        return time_s / self.seconds if self.num_steps is None else step / self.num_steps
+class Keeper(Protocol):
+    """What the loop asks of the run it is part of."""
 
-    def left_s(self, step: int, time_s: float) -> float:
-        """Seconds to the end; by steps, at the pace so far."""
-        if self.num_steps is None:
-            return self.seconds - time_s
-        return (self.num_steps - step) * time_s / max(1, step)
+    def evaluate(self) -> Heldout: ...
 
+    def plan(self, num_steps: int) -> None:
+        """The number of steps is known from here on."""
 
-@dataclass(frozen=True, kw_only=True)
-class LoopResult:
-    num_steps: int
-    num_tokens: int
-    time_s: float
-    interrupted: bool
+    def save(self, progress: Progress) -> None: ...
 
 
 def train_loop(
@@ -60,58 +51,96 @@ def train_loop(
     schedule: Schedule,
     length: Length,
     log: RunLog,
+    keeper: Keeper,
+    start: Progress,
     *,
-    evaluate: Callable[[], Heldout],
     num_evals: int,
+    eval_s: float,
+    save_every_s: float,
     clock: Callable[[], float] = time.monotonic,
-) -> LoopResult:
-    """One batch a step. `evaluate` is called `num_evals` times, evenly over the run; its time is part of the run's.
+) -> tuple[Progress, bool]:
+    """One batch a step from `start` on; returns how far it came and whether it was asked to stop before the end.
 
-    Ctrl-C lets the step under way finish and ends the run; a second one ends it at once.
+    Held-out text is scored `num_evals` times, evenly over the steps (`eval_s` is what once takes), but not behind the
+    last step. The run is saved when its number of steps is fixed, every `save_every_s` seconds, and at the end. The
+    first Ctrl-C or SIGTERM lets the step under way finish, saves and returns; a second Ctrl-C interrupts.
     """
     model.train()
-    start_s = clock()
-    step = num_tokens = 0
-    progress = 0.0
+    num_steps = start.num_steps if length.num_steps is None else length.num_steps
+    step, tokens = start.step, start.tokens
+    start_s = clock() - start.time_s
+    steps_s: list[float] = []
+    saved_step, saved_s, save_s = step, clock(), 0.0
+
+    def save() -> None:
+        nonlocal saved_step, saved_s, save_s
+        begun_s = clock()
+        keeper.save(Progress(step=step, tokens=tokens, time_s=begun_s - start_s, num_steps=num_steps))
+        saved_step, saved_s = step, clock()
+        save_s = saved_s - begun_s
+
     with stop_asked() as asked:
-        while progress < 1 and not asked.is_set():
+        while (num_steps is None or step < num_steps) and not asked.is_set():
             step += 1
             step_start_s = clock()
-            factor = schedule.factor(step, progress)
+            factor = schedule.factor(step, num_steps)
             for optimiser in optimisers:
                 for group in optimiser.param_groups:
                     group["lr"] = group["full_lr"] * factor
-            result = train_step(model, [next(batches)], optimisers)
+            result = train_step(model, [next(batches).to(model.device)], optimisers)
             step_end_s = clock()
-            num_tokens += result.num_tokens
-            before, progress = progress, length.progress(step, step_end_s - start_s)
-            # A run by the clock sees its end come: the whole held-out text is scored there anyway.
-            due = int(progress * num_evals) > int(before * num_evals) and progress < 1
-            heldout = evaluate() if due else None
+            tokens += result.num_tokens
+            steps_s.append(step_end_s - step_start_s)
+            heldout = None
+            if num_steps is not None and _evals_by(step, num_steps, num_evals) > _evals_by(
+                step - 1, num_steps, num_evals
+            ):
+                heldout = keeper.evaluate()
+            left_s = None
+            if num_steps is not None:
+                left_s = (num_steps - step) * (clock() - start_s - start.time_s) / len(steps_s)
             log.write(
                 Metrics(
                     step=step,
-                    tokens=num_tokens,
+                    tokens=tokens,
                     time_s=round(step_end_s - start_s, 3),
                     loss=result.loss,
                     lr=optimisers[0].param_groups[0]["lr"],
                     grad_norm=result.grad_norm,
-                    tokens_per_s=round(result.num_tokens / max(1e-9, step_end_s - step_start_s), 1),
+                    tokens_per_s=round(result.num_tokens / max(1e-9, steps_s[-1]), 1),
                     heldout_loss=heldout.loss if heldout else None,
                     heldout_bpb=heldout.bpb if heldout else None,
                     max_vio=result.balance.max_vio,
                     idle_experts=result.balance.idle_experts,
                 ),
-                length.left_s(step, clock() - start_s),
+                num_steps,
+                left_s,
             )
-            progress = max(progress, length.progress(step, clock() - start_s))
-        interrupted = asked.is_set()
-    return LoopResult(num_steps=step, num_tokens=num_tokens, time_s=clock() - start_s, interrupted=interrupted)
+            if num_steps is None:
+                # What a save takes is not known yet: a hundredth of the time between two is close for a small model.
+                reserved_s = num_evals * eval_s + length.seconds * 0.01
+                fixed = length.fixed_steps(step, steps_s, clock() - start_s, reserved_s)
+                if fixed is not None:
+                    num_steps = max(fixed, schedule.min_steps(step))
+                    keeper.plan(num_steps)
+                    save()
+            # However long a save takes, nine tenths of the time are for training.
+            elif clock() - saved_s >= max(save_every_s, 9 * save_s):
+                save()
+        if step > saved_step:
+            save()
+    progress = Progress(step=step, tokens=tokens, time_s=clock() - start_s, num_steps=num_steps)
+    return progress, num_steps is None or step < num_steps
+
+
+def _evals_by(step: int, num_steps: int, num_evals: int) -> int:
+    """How many evaluations are due by `step`; the one at the very end is not: the whole text is scored there."""
+    return min(step * num_evals // num_steps, num_evals - 1)
 
 
 @contextmanager
 def stop_asked() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; from the second on it interrupts as ever."""
+    """An event that the first Ctrl-C or SIGTERM sets; from the second Ctrl-C on it interrupts as ever."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked  # signals reach the main thread alone
@@ -119,10 +148,11 @@ def stop_asked() -> Iterator[threading.Event]:
 
     def ask(number: int, frame: Any) -> None:
         asked.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

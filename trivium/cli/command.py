@@ -1,0 +1,36 @@
+"""The command line as text: what somebody would type."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def shell_line(*arguments: str) -> str:
+    """The line that runs trivium with these arguments, quoted for a shell."""
+    # Behind `make quickstart` no `trivium` is on the path, but the program that runs this is.
+    program = ["trivium"] if shutil.which("trivium") else [sys.executable, "-m", "trivium"]
+    return shlex.join([*program, *arguments])
+
+
+def check_finished(folder: Path) -> None:
+    """Raises ValueError, with the command that goes on, where the folder is a run's and holds no model yet."""
+    from trivium.checkpoint.index import INDEX, SINGLE
+    from trivium.checkpoint.replacement import Folder
+
+    try:
+        about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # no run, or one whose checkpoint may be sound all the same
+    if not isinstance(about, dict) or about.get("finished") is not False:
+        return
+    held = Folder.at(folder)
+    if held.has(SINGLE) or held.has(INDEX):
+        return
+    command = about.get("command")
+    known = isinstance(command, list) and command and all(isinstance(part, str) for part in command)
+    line = f": {shell_line(*command)}" if known else ""
+    raise ValueError(f"{folder}: this run is unfinished; the command that began it, run again, finishes it{line}")
