@@ -2,8 +2,15 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MINUTES ?= 4
+# Of `make quickstart`, from the command line alone: a name that the environment happens to hold (NAME, DATA) is not meant.
+DATA =
+STEPS =
+NAME =
+RUNS = runs
 VENV := .venv
 BIN := $(VENV)/bin
+quoted = '$(subst ','\'',$(1))'
+option = $(if $(2),$(1) $(call quoted,$(2)))
 
 .PHONY: test quickstart lint flips FORCE
 .DELETE_ON_ERROR:
@@ -12,7 +19,8 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n 2
 
 quickstart: $(VENV)/installed
-	$(BIN)/trivium quickstart --minutes $(MINUTES)
+	$(BIN)/trivium quickstart --minutes $(call quoted,$(MINUTES)) --out $(call quoted,$(RUNS)) \
+		$(call option,--data,$(DATA)) $(call option,--steps,$(STEPS)) $(call option,--name,$(NAME))
 
 # Puts every wrong line of tests/flips.toml into a copy of the package and sees the named test fail: ten minutes.
 flips: $(VENV)/installed
@@ -35,7 +43,7 @@ $(VENV)/installed: pyproject.toml $(VENV)/torch
 		"install them (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -e '.[data,dev]'
 	@touch $@
 
 $(VENV)/torch: FORCE

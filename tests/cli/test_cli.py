@@ -33,8 +33,8 @@ def test_help_names_every_verb_and_loads_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stderr.split() == ["False", "False"]
-    for verb in ("quickstart", "generate", "cost", "doctor", "--debug"):
-        assert verb in done.stdout
+    for name in ("quickstart", "plot", "generate", "convert", "cost", "doctor", "--debug"):
+        assert f"│ {name} " in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["quickstart", "--data", "none"], ["cost", "params", "none"]])
@@ -53,7 +53,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(arguments):
 
 
 def test_wrong_usage_is_a_2(capsys):
-    for arguments in (["generate"], ["nonsense"], ["quickstart", "--minutes", "soon"]):
+    for arguments in (["generate"], ["convert", "run"], ["nonsense"], ["quickstart", "--minutes", "soon"]):
         code, _, err = main(capsys, *arguments)
         assert code == 2 and "Traceback" not in err
 
@@ -126,3 +126,20 @@ def test_doctor_says_what_is_usable_and_why_the_rest_is_not(capsys):
     assert found["machine"]["cores"] >= 1 and found["machine"]["memory_bytes"] > 2**28
     code, out, _ = main(capsys, "doctor")
     assert code == 0 and "usable" in out and "cpu" in out
+
+
+def test_doctor_lists_every_package_once_and_not_an_extra_of_our_own(monkeypatch):
+    wanted = [
+        "torch>=2.11",
+        'none-such>=1; extra == "data"',
+        'trivium[data]; extra == "dev"',
+        'pytest>=8; extra == "dev"',
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: wanted)
+    rows = cli.doctor._packages()
+    assert [(row["package"], row["part_of"]) for row in rows] == [
+        ("torch", "base"),
+        ("none-such", "[data]"),
+        ("pytest", "[dev]"),
+    ]
+    assert rows[0]["version"] and rows[1]["version"] is None
