@@ -1,6 +1,8 @@
-"""The smallest K3 that has every part: KDA and MLA, dense and MoE layers, two residual blocks."""
+"""The smallest K3 that has every part: KDA and MLA, dense and MoE layers, two residual blocks; and text for it."""
 
+import random
 from dataclasses import replace
+from pathlib import Path
 
 from trivium.config import K3Config, KdaConfig, MlaConfig, MoeConfig, model_preset
 
@@ -30,3 +32,12 @@ def tiny_config(num_ranks: int) -> K3Config:
             routed_expert_hidden_size=32,
         ),
     )
+
+
+def write_tiny_text(folder: Path) -> None:
+    """40 modules of 0.4 KB, no two alike: enough for a tokenizer of 300 ranks, four of them held out."""
+    folder.mkdir()
+    for idx in range(40):
+        name = random.Random(idx).randrange
+        lines = (f"def w{name(999)}(x):\n    return x + w{name(999)}(x)\n\n" for _ in range(12))
+        (folder / f"module{idx}.py").write_text("".join(lines))

@@ -1,9 +1,11 @@
-import io
+"""The loop with steps that only take time: what it logs, when it scores, saves and stops."""
+
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
-from itertools import count, repeat
+from itertools import repeat
 
 import pytest
 import torch
@@ -11,145 +13,285 @@ from rich.console import Console
 
 from trivium.train import loop as loop_file
 from trivium.train.heldout import Heldout
-from trivium.train.log import Metrics, RunLog, clock_time
-from trivium.train.loop import Length, stop_asked, train_loop
-from trivium.train.schedule import Schedule
+from trivium.train.log import RunLog
+from trivium.train.loop import Progress, stop_asked, train_loop
+from trivium.train.schedule import Length, Schedule
 from trivium.train.step import Balance, StepResult
 
-RESULT = StepResult(loss=2.0, grad_norm=1.0, num_tokens=10, num_bytes=30, balance=Balance(max_vio=0.5, idle_experts=0))
+RESULT = StepResult(loss=2.0, grad_norm=1.0, num_tokens=10, num_bytes=30, balance=Balance(max_vio=0.5, idle_experts=3))
 HELDOUT = Heldout(loss=3.0, bpb=1.25, num_tokens=100, num_bytes=300)
+STEPS_8 = Length(seconds=1.0, num_steps=8)
 
 
-class Clock:
-    def __init__(self):
+class Run:
+    """The run the loop is part of: its model, its data, its clock and its keeper, all of them empty."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, step_s=1.0, eval_s=0.0, save_s=0.0, on_step=None):
         self.now_s = 100.0
+        self.step_s, self.eval_s, self.save_s, self.on_step = step_s, eval_s, save_s, on_step
+        self.step = 0
+        self.evals, self.saves, self.plans = [], [], []
 
-    def __call__(self):
+    def train(self):
+        pass
+
+    def to(self, device):
+        return self
+
+    def clock(self):
         return self.now_s
 
+    def make_step(self, model, batches, optimisers):
+        self.step += 1
+        self.now_s += self.step_s
+        if self.on_step:
+            self.on_step(self.step)
+        return replace(RESULT, loss=float(self.step))
 
-def run(tmp_path, monkeypatch, length, *, step_s=1.0, eval_s=0.0, num_evals=4, on_step=None):
-    """The loop with steps that only take time: what it logged, how often it evaluated, its result."""
-    clock, evals, numbers = Clock(), [], count(1)
-
-    def step(model, batches, optimisers):
-        clock.now_s += step_s
-        number = next(numbers)
-        if on_step:
-            on_step(number)
-        return replace(RESULT, loss=float(number))
-
-    def evaluate():
-        clock.now_s += eval_s
-        evals.append(clock.now_s - 100)
+    def evaluate(self):
+        self.now_s += self.eval_s
+        self.evals.append(self.step)
         return HELDOUT
 
-    monkeypatch.setattr(loop_file, "train_step", step)
-    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    optimiser.param_groups[0]["full_lr"] = 0.1
-    path = tmp_path / "metrics.jsonl"
-    with RunLog(path, Console(quiet=True), clock) as log:
-        result = train_loop(
-            torch.nn.Linear(1, 1),
-            repeat(None),
-            [optimiser],
-            Schedule(warmup_steps=2),
-            length,
-            log,
-            evaluate=evaluate,
-            num_evals=num_evals,
-            clock=clock,
-        )
-    return [json.loads(line) for line in path.read_text().splitlines()], evals, result
+    def plan(self, num_steps):
+        self.plans.append((self.step, num_steps))
+
+    def save(self, progress):
+        assert progress.step == self.step
+        self.saves.append(progress)
+        self.now_s += self.save_s
 
 
-def test_by_the_clock_the_run_ends_with_its_time(tmp_path, monkeypatch):
-    lines, evals, result = run(tmp_path, monkeypatch, Length(seconds=20.0))
-    assert result.num_steps == len(lines) == 20 and result.num_tokens == 200
-    assert result.time_s == 20 and not result.interrupted
-    assert evals == [5, 10, 15]  # a fourth would repeat the final one
-    assert [line["step"] for line in lines if line["heldout_bpb"] == 1.25] == [5, 10, 15]
-    # Warm-up of 2 steps; step 20 starts at 19/20 of the time: 1 - .98 * (.95 - .4) / .6.
-    assert [lines[0]["lr"], lines[1]["lr"], lines[7]["lr"]] == pytest.approx([0.05, 0.1, 0.1])
-    assert lines[19]["lr"] == pytest.approx(0.1 * (1 - 0.98 * 0.55 / 0.6))
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """(lines of metrics.jsonl, progress, interrupted) of a run."""
+
+    def trained(run, length, *, start=None, num_evals=4, save_every_s=1e9):
+        start = Progress() if start is None else start
+        run.step = start.step
+        monkeypatch.setattr(loop_file, "train_step", run.make_step)
+        optimiser = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        optimiser.param_groups[0]["full_lr"] = 0.1
+        path = tmp_path / "metrics.jsonl"
+        with RunLog(path, Console(quiet=True), step=start.step, clock=run.clock) as log:
+            result = train_loop(
+                run,
+                repeat(run),
+                [optimiser],
+                Schedule(warmup_steps=2),
+                length,
+                log,
+                run,
+                start,
+                num_evals=num_evals,
+                eval_s=run.eval_s,
+                save_every_s=save_every_s,
+                clock=run.clock,
+            )
+        return [json.loads(line) for line in path.read_text().splitlines()], *result
+
+    return trained
 
 
-def test_the_time_of_evaluating_is_part_of_the_run(tmp_path, monkeypatch):
-    _, evals, result = run(tmp_path, monkeypatch, Length(seconds=20.0), eval_s=2.0)
-    assert result.num_steps == 20 - 2 * len(evals) == 14
+def press(number, at_step):
+    def on_step(step):
+        if step == at_step:
+            os.kill(os.getpid(), number)
+
+    return on_step
 
 
-def test_a_number_of_steps_counts_instead_of_the_clock(tmp_path, monkeypatch):
-    lines, evals, result = run(tmp_path, monkeypatch, Length(seconds=1.0, num_steps=8), num_evals=2)
-    assert result.num_steps == 8 and evals == [4]
+def test_by_the_clock_the_number_of_steps_is_fixed_from_the_first_ones(train):
+    run = Run()
+    lines, progress, interrupted = train(run, Length(seconds=20.0))
+    # Three steps are 3 s, more than 8 % of the time; 0.2 s of the rest are for saving, 16 steps fit into 16.8 s.
+    assert run.plans == [(3, 19)]
+    assert progress == Progress(step=19, tokens=190, time_s=19.0, num_steps=19) and not interrupted
+    assert [line["step"] for line in lines] == list(range(1, 20))
+    # Warm-up of 2 steps, constant to 40 %: 8 steps are 42 % of 19.
+    lr = [line["lr"] for line in lines]
+    assert lr[:8] == pytest.approx([0.05] + 7 * [0.1])
+    assert lr[18] == pytest.approx(0.1 * (1 - 0.98 * (18 / 19 - 0.4) / 0.6))
+
+
+def test_the_first_steps_are_timed_for_8_percent_of_the_time(train):
+    run = Run(step_s=0.5)
+    train(run, Length(seconds=100.0))
+    # After 16 steps, 8 s; 100 - 8 - 1 s are 182 steps more.
+    assert run.plans == [(16, 198)]
+
+
+def test_what_evaluating_takes_is_part_of_the_time(train):
+    run = Run(eval_s=2.0)
+    _, progress, _ = train(run, Length(seconds=20.0))
+    assert run.plans == [(3, 3 + 8)]  # 20 - 3 - 0.2 - 4 * 2 = 8.8 s
+    assert run.evals == [6, 9] and progress.time_s == 11 + 2 * 2  # the one due at 3 came before the number was known
+
+
+def test_steps_that_were_made_fit_the_schedule_even_when_time_is_over(train):
+    run = Run(step_s=10.0)
+    train(run, Length(seconds=20.0))
+    assert run.plans == [(3, 5)]  # 2 of 5 is where the decay begins
+
+
+def test_evaluations_are_evenly_over_the_steps_and_not_behind_the_last(train):
+    for length, num_evals, want in (
+        (Length(seconds=20.0), 4, [5, 10, 15]),  # of 19
+        (STEPS_8, 2, [4]),
+        (STEPS_8, 1, []),
+        (STEPS_8, 8, [1, 2, 3, 4, 5, 6, 7]),
+        (STEPS_8, 80, [1, 2, 3, 4, 5, 6, 7]),
+        (Length(seconds=1.0, num_steps=1), 2, []),
+    ):
+        run = Run()
+        lines, _, _ = train(run, length, num_evals=num_evals)
+        assert run.evals == want
+        assert [line["step"] for line in lines if line["heldout_bpb"] == 1.25] == want
+
+
+def test_a_number_of_steps_counts_instead_of_the_clock(train):
+    run = Run()
+    lines, progress, interrupted = train(run, STEPS_8)
+    assert (progress.step, progress.num_steps, interrupted, run.plans) == (8, 8, False, [])
     assert lines[-1]["lr"] == pytest.approx(0.1 * (1 - 0.98 * (7 / 8 - 0.4) / 0.6))
 
 
-def test_metrics_hold_every_field(tmp_path, monkeypatch):
-    lines, _, _ = run(tmp_path, monkeypatch, Length(seconds=1.0, num_steps=2), step_s=0.5)
-    assert lines[1] == {
-        "step": 2,
-        "tokens": 20,
-        "time_s": 1.0,
-        "loss": 2.0,
-        "lr": pytest.approx(0.1 * (1 - 0.98 * 0.1 / 0.6)),
-        "grad_norm": 1.0,
-        "tokens_per_s": 20.0,
-        "heldout_loss": None,
-        "heldout_bpb": None,
-        "max_vio": 0.5,
-        "idle_experts": 0,
-    }
+def test_it_is_saved_as_planned_at_every_interval_and_at_the_end_and_no_step_twice(train):
+    for length, save_every_s, save_s, want in (
+        (Length(seconds=20.0), 1e9, 0.0, [3, 19]),
+        (Length(seconds=20.0), 6.0, 0.0, [3, 9, 15, 19]),
+        (STEPS_8, 4.0, 0.0, [4, 8]),
+        (STEPS_8, 3.0, 0.0, [3, 6, 8]),
+        (STEPS_8, 1e9, 0.0, [8]),
+        (Length(seconds=1.0, num_steps=25), 4.0, 1.0, [4, 13, 22, 25]),  # nine parts training, one part saving
+    ):
+        run = Run(save_s=save_s)
+        _, progress, _ = train(run, length, save_every_s=save_every_s)
+        assert [saved.step for saved in run.saves] == want
+        for saved in run.saves:
+            assert (saved.tokens, saved.num_steps) == (10 * saved.step, progress.num_steps)
+            assert saved.time_s == saved.step + save_s * run.saves.index(saved)
 
 
-def test_ctrl_c_lets_the_step_finish_and_ends_the_run(tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
+def test_metrics_hold_every_field(train):
+    lines, _, _ = train(Run(step_s=0.5, eval_s=1.0), Length(seconds=1.0, num_steps=2), num_evals=2)
+    assert lines == [
+        {
+            "step": 1,
+            "tokens": 10,
+            "time_s": 0.5,
+            "loss": 1.0,
+            "lr": pytest.approx(0.05),
+            "grad_norm": 1.0,
+            "tokens_per_s": 20.0,
+            "heldout_loss": 3.0,
+            "heldout_bpb": 1.25,
+            "max_vio": 0.5,
+            "idle_experts": 3,
+        },
+        {
+            "step": 2,
+            "tokens": 20,
+            "time_s": 2.0,  # behind the second of scoring
+            "loss": 2.0,
+            "lr": pytest.approx(0.1 * (1 - 0.98 * 0.1 / 0.6)),
+            "grad_norm": 1.0,
+            "tokens_per_s": 20.0,
+            "heldout_loss": None,
+            "heldout_bpb": None,
+            "max_vio": 0.5,
+            "idle_experts": 3,
+        },
+    ]
 
-    def press(step):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
 
-    lines, _, result = run(tmp_path, monkeypatch, Length(seconds=20.0), on_step=press)
-    assert len(lines) == 3 and result.interrupted
-    assert signal.getsignal(signal.SIGINT) is before
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_ends_the_step_saves_and_gives_the_signals_back(train, number):
+    before = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    run = Run(on_step=press(number, 3))
+    lines, progress, interrupted = train(run, STEPS_8)
+    assert len(lines) == 3 and interrupted
+    assert run.saves == [progress] == [Progress(step=3, tokens=30, time_s=3.0, num_steps=8)]
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == before
 
 
-def test_a_second_ctrl_c_interrupts():
+def test_asked_to_stop_before_its_steps_are_known_it_is_saved_without_them(train):
+    run = Run(on_step=press(signal.SIGINT, 2))
+    _, progress, interrupted = train(run, Length(seconds=20.0))
+    assert run.saves == [progress] == [Progress(step=2, tokens=20, time_s=2.0, num_steps=None)]
+    assert interrupted and run.plans == []
+    # And goes on timing where it stopped: of 20 s 5 are over behind step 5, 0.2 are for saving.
+    run = Run()
+    _, progress, _ = train(run, Length(seconds=20.0), start=progress)
+    assert run.plans == [(5, 19)] and progress == Progress(step=19, tokens=190, time_s=19.0, num_steps=19)
+
+
+def test_asked_to_stop_in_its_last_step_it_has_ended(train):
+    _, progress, interrupted = train(Run(on_step=press(signal.SIGINT, 8)), STEPS_8)
+    assert progress.step == 8 and not interrupted
+
+
+def test_asked_to_stop_as_its_steps_are_fixed_it_is_saved_once(train):
+    run = Run(on_step=press(signal.SIGINT, 3))
+    _, progress, interrupted = train(run, Length(seconds=20.0))
+    assert interrupted and [saved.step for saved in run.saves] == [3] and progress.num_steps == 19
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_interrupts_and_gives_the_signals_back(first):
+    before = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt), stop_asked() as asked:
-        os.kill(os.getpid(), signal.SIGINT)
+        assert not asked.is_set()
+        os.kill(os.getpid(), first)
         assert asked.is_set()
         os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == before
 
 
-def test_the_line_says_where_the_run_is(tmp_path):
-    console = Console(record=True, width=40, force_terminal=False, file=io.StringIO())
-    metrics = Metrics(
-        step=7,
-        tokens=70,
-        time_s=3.5,
-        loss=5.4321,
-        lr=0.1,
-        grad_norm=1.0,
-        tokens_per_s=2114.0,
-        heldout_loss=4.0,
-        heldout_bpb=1.811,
-        max_vio=0.4,
-        idle_experts=0,
-    )
-    with RunLog(tmp_path / "metrics.jsonl", console) as log:
-        log.write(metrics, 134.2)
-    assert console.export_text() == (
-        "step 7 · loss 5.432 · 2,114 tokens/s · held-out 1.811 bits/byte · idle experts 0 · 2:14 left\n"
-    )
+def test_outside_the_main_thread_no_signal_is_touched():
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work():
+        with stop_asked() as asked:
+            seen.append((asked.is_set(), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(False, before)]
 
 
-@pytest.mark.parametrize(("seconds", "want"), [(134.2, "2:14"), (59.6, "1:00"), (0.2, "0:00"), (-3.0, "0:00")])
-def test_clock_time(seconds, want):
-    assert clock_time(seconds) == want
+def test_it_goes_on_in_the_middle(train):
+    whole, cut = Run(), Run(on_step=press(signal.SIGINT, 11))
+    length = Length(seconds=20.0)
+    want, end, _ = train(whole, length)
+    _, progress, _ = train(cut, length)
+    rest = Run()
+    got, again, interrupted = train(rest, length, start=progress)
+    assert got == want and again == end and not interrupted
+    assert rest.plans == [] and [saved.step for saved in rest.saves] == [19]
+    assert cut.evals + rest.evals == whole.evals
 
 
-def test_a_run_of_no_length_is_refused():
-    with pytest.raises(ValueError, match="^minutes: wanted a number above 0, got 0$"):
-        Length(seconds=0.0)
-    with pytest.raises(ValueError, match="^steps: wanted at least 1, got 0$"):
-        Length(seconds=1.0, num_steps=0)
+def test_where_nothing_is_left_to_do_nothing_is_done(train):
+    _, done, _ = train(Run(), STEPS_8)
+    run = Run()
+    lines, progress, interrupted = train(run, STEPS_8, start=done)
+    assert (progress, interrupted) == (done, False)
+    assert len(lines) == 8 and (run.evals, run.saves, run.plans) == ([], [], [])
+
+
+def test_a_step_that_fails_leaves_the_signals_and_the_saves_before_it(train):
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail(step):
+        if step == 6:
+            raise FloatingPointError("step: the loss is nan")
+
+    run = Run(on_step=fail)
+    with pytest.raises(FloatingPointError):
+        train(run, STEPS_8, save_every_s=2.0)
+    assert [saved.step for saved in run.saves] == [2, 4]
+    assert signal.getsignal(signal.SIGINT) is before

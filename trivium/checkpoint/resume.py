@@ -47,7 +47,7 @@ class ResumePoint:
 
 
 def save_resume_point(run: Path, point: ResumePoint, *, keep: int = 2) -> Path:
-    """Write run/resume/step-NNNNNNNN and remove all but the `keep` newest; returns the new folder.
+    """Write run/resume/step-NNNNNNNN, then keep it and the `keep` - 1 before it; returns the new folder.
 
     Raises OSError with the folder and the reason. Points saved before are then still there.
     """
@@ -58,8 +58,9 @@ def save_resume_point(run: Path, point: ResumePoint, *, keep: int = 2) -> Path:
         root.mkdir(exist_ok=True)
         _sweep(root)
         part.mkdir()
-        digest = _write(part / TENSORS, lambda file: _write_all(file, point.tensors))
-        about = {"step": point.step, "sha256": digest, **point.about}
+        written = _write(part / TENSORS, lambda file: _write_all(file, point.tensors))
+        about = {"step": point.step, **point.about}
+        about["sha256"] = _seal(written, about)
         _write(part / ABOUT, lambda file: file.write((json.dumps(about, indent=2) + "\n").encode()))
         sync_folder(part)
         if folder.exists():  # one that could not be read
@@ -73,7 +74,9 @@ def save_resume_point(run: Path, point: ResumePoint, *, keep: int = 2) -> Path:
         if part.exists():
             shutil.rmtree(part, ignore_errors=True)
         raise OSError(f"{folder}: cannot be saved: {error.strerror or error}; what was saved before is kept") from error
-    for old in _points(root)[keep:]:
+    points = _points(root)
+    newer = points.index(folder)  # what lies ahead could not be read when the run went on from before it
+    for old in (*points[:newer], *points[newer + keep :]):
         # Renamed first, so that nothing half removed has the name of a point.
         old.rename(old.with_name(old.name + _GONE))
     _sweep(root)
@@ -90,7 +93,7 @@ def load_resume_point(run: Path, say: Callable[[str], None] = lambda line: None)
     for folder in points:
         try:
             return _read(folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, RecursionError) as error:
             say(f"{folder}: damaged, not used: {error}")
     if points:
         raise ValueError(f"{root}: all {len(points)} points are damaged; remove that folder to begin the run anew")
@@ -105,22 +108,30 @@ def _points(root: Path) -> list[Path]:
 
 def _read(folder: Path) -> ResumePoint:
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    if not isinstance(about, dict):
+        raise ValueError(f"{ABOUT}: wanted a JSON object, got {type(about).__name__}")
     with (folder / TENSORS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != about.pop("sha256"):
-        raise ValueError(f"{TENSORS} is not what was written: its SHA-256 differs")
+        found = hashlib.file_digest(file, "sha256")
+    if about.pop("sha256") != _seal(found, about):
+        raise ValueError("the SHA-256 differs: this is not what was written")
     step = about.pop("step")
     return ResumePoint(step=step, tensors=load_file(folder / TENSORS), about=about)
 
 
-def _write(path: Path, fill: Callable[[BinaryIO], object]) -> str:
-    """Write and sync a file; returns its SHA-256."""
+def _seal(tensors: hashlib._Hash, about: dict[str, Any]) -> str:
+    """The SHA-256 of the tensors' file and of all else that state.json says."""
+    tensors.update(json.dumps(about, sort_keys=True).encode())
+    return tensors.hexdigest()
+
+
+def _write(path: Path, fill: Callable[[BinaryIO], object]) -> hashlib._Hash:
+    """Write and sync a file; returns the SHA-256 of it, under way."""
     with path.open("wb") as file:
         hashing = _Hashing(file)
         fill(hashing)  # type: ignore[arg-type]
         file.flush()
         os.fsync(file.fileno())
-    return hashing.digest.hexdigest()
+    return hashing.digest
 
 
 class _Hashing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from trivium.api import Model, load
 from trivium.cli.command import shell_line
+from trivium.data.source import Document
 from trivium.recipes.pretraining import Outcome, pretrain_on_text
 from trivium.train.pretrain import PretrainConfig
 from trivium.train.run_folder import write_text
@@ -25,11 +28,18 @@ _PROMPT_CHARS = 40
 def run(config: PretrainConfig, *, data: Path | None, out: Path, name: str | None, command: list[str]) -> None:
     """Train, print everything, and exit with 130 where the run was interrupted. `data` None: Python's own library."""
     console = Console(highlight=False, soft_wrap=True)
-    outcome = pretrain_on_text(config, data=data, out=out, name=name, command=command, console=console)
+    outcome = pretrain_on_text(
+        config,
+        data=data,
+        out=out,
+        name=name,
+        command=command,
+        console=console,
+        show=partial(show_run, python=data is None, console=console),
+    )
     if outcome.report is None:
         show_interruption(outcome, command, console)
         raise typer.Exit(130)
-    show_run(outcome, python=data is None, console=console)
 
 
 def show_run(outcome: Outcome, *, python: bool, console: Console) -> None:
@@ -44,7 +54,9 @@ def show_run(outcome: Outcome, *, python: bool, console: Console) -> None:
     outcome.result.model.eval()
     in_memory = Model(network=outcome.result.model, tokenizer=tokenizer)
     loaded = load(folder, device=outcome.result.model.device)
-    prompts = PYTHON_PROMPTS if python else _beginnings(outcome)
+    text = outcome.corpus.text
+    # The held-out part of a file may be nothing but empty lines.
+    prompts = PYTHON_PROMPTS if python else _beginnings(text.heldout) or _beginnings(text.train)
     how = {"max_tokens": SAMPLE_TOKENS, "temperature": TEMPERATURE, "seed": SEED}
     texts = []
     for prompt in prompts:
@@ -85,8 +97,8 @@ def show_interruption(outcome: Outcome, command: list[str], console: Console) ->
     )
 
 
-def _beginnings(outcome: Outcome) -> tuple[str, ...]:
-    texts = (document.text.lstrip()[:_PROMPT_CHARS] for document in outcome.corpus.text.heldout)
+def _beginnings(documents: Iterable[Document]) -> tuple[str, ...]:
+    texts = (document.text.lstrip()[:_PROMPT_CHARS] for document in documents)
     # Cut at a word's end, so that the model does not begin inside one.
     cut = (text if len(text) < _PROMPT_CHARS else text.rsplit(maxsplit=1)[0] for text in texts if text)
     return tuple(dict.fromkeys(cut))[:_NUM_PROMPTS]

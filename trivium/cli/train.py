@@ -20,6 +20,7 @@ def train(
     max_len: Annotated[int | None, typer.Option(help="tokens of a document read at a time; else by preset")] = None,
     muon_lr: Annotated[float | None, typer.Option(help="of the matrices, × sqrt(max(1, out/in))")] = None,
     adamw_lr: Annotated[float | None, typer.Option(help="of all else")] = None,
+    save_every: Annotated[float, typer.Option(help="seconds between two saves, the most that a kill can cost")] = 60.0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Annotated[int, typer.Option(help="of the initialisation and the order of the text")] = 0,
 ) -> None:
@@ -38,6 +39,7 @@ def train(
         max_len=max_len,
         muon_lr=muon_lr,
         adamw_lr=adamw_lr,
+        save_every_s=save_every,
         device=device,
         seed=seed,
     )

@@ -20,6 +20,7 @@ from trivium.evals.compression import gzip_bpb
 from trivium.evals.plot import plot_runs
 from trivium.evals.report import Report, report
 from trivium.ops.backend import default_backend
+from trivium.train.log import sayer
 from trivium.train.pretrain import PretrainConfig, PretrainResult, identity, pretrain
 from trivium.train.run_folder import open_run, update_run
 from trivium.train.schedule import Length
@@ -47,6 +48,7 @@ def pretraining(
     max_len: int | None = None,
     muon_lr: float | None = None,
     adamw_lr: float | None = None,
+    save_every_s: float = 60.0,
     device: str = "cpu",
     seed: int = 0,
 ) -> PretrainConfig:
@@ -77,21 +79,29 @@ def pretraining(
         muon_lr=muon_lr,
         adamw_lr=adamw_lr,
         num_evals=max(2, min(50, round(2 * minutes))) if num_steps is None else max(2, min(50, num_steps // 50)),
-        save_every_s=60.0,
+        save_every_s=save_every_s,
         device=device,
         seed=seed,
     )
 
 
 def pretrain_on_text(
-    config: PretrainConfig, *, data: Path | None, out: Path, name: str | None, command: Sequence[str], console: Console
+    config: PretrainConfig,
+    *,
+    data: Path | None,
+    out: Path,
+    name: str | None,
+    command: Sequence[str],
+    console: Console,
+    show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:
     """Read and split the text, train or go on, score the exported checkpoint, plot; everything into a folder of `out`.
 
     `name` None: the recipe's, with a number behind it where that is taken. `command` goes into run.json: what to type
-    to go on. An unfinished run of the same arguments and the same text goes on where it was last saved.
+    to go on. An unfinished run of the same arguments and the same text goes on where it was last saved. `show` has the
+    folder last; only then is the run finished.
     """
-    say = _sayer(console)
+    say = sayer(console)
     kind = torch.device(config.device).type
     say(
         f"trivium {trivium.__version__} on {config.device}: backend {default_backend(kind)}, "
@@ -125,13 +135,15 @@ def pretrain_on_text(
             return Outcome(folder=folder, corpus=corpus, result=result, report=None)
         progress = result.progress
         say(f"done: {progress.step} steps, {progress.tokens:,} tokens, {progress.time_s:.0f} s")
-        say("scoring the checkpoint that was written, and sampling from it")
+        say("reading the checkpoint that was written")
         exported = read_published(folder, device=config.device).model
-        found = report(exported, corpus, seed=config.seed)
+        found = report(exported, corpus, seed=config.seed, say=say)
         update_run(folder, report=found.to_json())
         plot_runs([folder], folder / "plot.png")
+        outcome = Outcome(folder=folder, corpus=corpus, result=result, report=found)
+        show(outcome)
         update_run(folder, finished=True)
-    return Outcome(folder=folder, corpus=corpus, result=result, report=found)
+    return outcome
 
 
 def _say_what_was_read(text: Text, say: Callable[[str], None]) -> None:
@@ -147,10 +159,12 @@ def _say_what_was_read(text: Text, say: Callable[[str], None]) -> None:
 
 
 def _memory_bytes(device: str) -> int:
-    if torch.device(device).type == "cuda":
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is not one that torch knows") from error
+    if asked.type == "cuda":
+        if (asked.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device: {device}: torch sees {torch.cuda.device_count()} GPUs")
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _sayer(console: Console) -> Callable[[str], None]:
-    return lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False)

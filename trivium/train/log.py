@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -62,6 +64,7 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._losses = cut_back(path, step)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
         self._console = console
         self._clock = clock
@@ -78,12 +81,19 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._live:
             self._live.stop()
-        self._file.close()
+        with suppress(OSError):  # every line was flushed as it was written, or its error raised there
+            self._file.close()
 
     def write(self, metrics: Metrics, num_steps: int | None, left_s: float | None) -> None:
-        """One step of `num_steps`; `left_s` is the time left. Both are None where that is not known."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
-        self._file.flush()
+        """One step of `num_steps`; `left_s` is the time left. Both are None where that is not known.
+
+        Raises OSError with the file and the reason.
+        """
+        try:
+            self._file.write(json.dumps(asdict(metrics)) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"{self._path}: cannot be written: {error.strerror or error}") from error
         self._losses.append(metrics.loss)
         if metrics.heldout_bpb is not None:
             self._heldout = f"{metrics.heldout_bpb:.3f} bits/byte"
@@ -94,6 +104,10 @@ class RunLog:
         if metrics.heldout_bpb is not None or now_s - self._printed_s >= _PLAIN_EVERY_S:
             self._printed_s = now_s
             self._console.print(self._line(metrics, num_steps, left_s), highlight=False, soft_wrap=True)
+
+    def sync(self) -> None:
+        """Make the lines so far last through a loss of power: a resume point wants one for each of its steps."""
+        os.fsync(self._file.fileno())
 
     def _line(self, metrics: Metrics, num_steps: int | None, left_s: float | None) -> str:
         parts = [
@@ -112,13 +126,19 @@ class RunLog:
         left = "" if left_s is None else f" · {clock_time(left_s)} left"
         table = Table.grid(padding=(0, 2))
         table.add_row("step", Text(f"{count}{left}"))
+        table.add_row("", bar)
         table.add_row("loss", Text(f"{metrics.loss:.3f} nats a token"))
         table.add_row("", Text(curve(self._losses, _CURVE_WIDTH), style="cyan"))
         heldout = self._heldout or "not scored yet"
         table.add_row("held out", Text(heldout + (f" ({self._yardstick})" if self._yardstick else "")))
         table.add_row("experts", Text(f"busiest {1 + metrics.max_vio:.2f} × the mean, idle {metrics.idle_experts}"))
         table.add_row("speed", Text(f"{metrics.tokens_per_s:,.0f} tokens/s"))
-        return Group(bar, table)
+        return table
+
+
+def sayer(console: Console) -> Callable[[str], None]:
+    """Prints a line as it is: no markup, no colours, no breaks."""
+    return lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def cut_back(path: Path, step: int) -> list[float]:
@@ -127,8 +147,8 @@ def cut_back(path: Path, step: int) -> list[float]:
     A last line without its end was being written when its process ended. Raises ValueError when one of the steps has
     no line: the file is not the one that was written.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    kept = lines[:step]
+    content = path.read_bytes() if path.exists() else b""
+    kept = content.splitlines()[:step]
     try:
         losses = [float(json.loads(line)["loss"]) for line in kept]
         steps = [json.loads(line)["step"] for line in kept]
@@ -136,8 +156,9 @@ def cut_back(path: Path, step: int) -> list[float]:
         raise ValueError(f"{path}: wanted a line a step: {error}") from error
     if steps != list(range(1, step + 1)):
         raise ValueError(f"{path}: wanted the lines of steps 1 to {step}, got {len(steps)} others")
-    if kept != lines:
-        write_text(path, "".join(kept))
+    text = b"".join(line + b"\n" for line in kept)
+    if text != content:
+        write_text(path, text.decode())
     return losses
 
 

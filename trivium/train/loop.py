@@ -75,6 +75,7 @@ def train_loop(
     def save() -> None:
         nonlocal saved_step, saved_s, save_s
         begun_s = clock()
+        log.sync()
         keeper.save(Progress(step=step, tokens=tokens, time_s=begun_s - start_s, num_steps=num_steps))
         saved_step, saved_s = step, clock()
         save_s = saved_s - begun_s
@@ -92,9 +93,7 @@ def train_loop(
             tokens += result.num_tokens
             steps_s.append(step_end_s - step_start_s)
             heldout = None
-            if num_steps is not None and _evals_by(step, num_steps, num_evals) > _evals_by(
-                step - 1, num_steps, num_evals
-            ):
+            if num_steps is not None and _eval_due(step, num_steps, num_evals):
                 heldout = keeper.evaluate()
             left_s = None
             if num_steps is not None:
@@ -133,9 +132,9 @@ def train_loop(
     return progress, num_steps is None or step < num_steps
 
 
-def _evals_by(step: int, num_steps: int, num_evals: int) -> int:
-    """How many evaluations are due by `step`; the one at the very end is not: the whole text is scored there."""
-    return min(step * num_evals // num_steps, num_evals - 1)
+def _eval_due(step: int, num_steps: int, num_evals: int) -> bool:
+    """Evenly over the steps; never behind the last one: the whole text is scored there."""
+    return step < num_steps and step * num_evals // num_steps > (step - 1) * num_evals // num_steps
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,9 @@ from trivium.data.loader import Loader
 from trivium.model.kimi_k3 import KimiK3
 from trivium.train.groups import Group
 from trivium.train.loop import Progress
+
+# What an optimiser keeps of a parameter that has had a gradient; anything else is of another optimiser.
+_KEPT = {"Muon": ("momentum_buffer",), "AdamW": ("exp_avg", "exp_avg_sq", "step")}
 
 
 def take_point(
@@ -48,24 +50,17 @@ def restore_(
     left = dict(point.tensors)
     for name, target in model.state_dict().items():
         target.copy_(_taken(left, f"model.{name}", target))
-    prefixes: dict[str, set[str]] = {}
-    for name in left:
-        if name.startswith("optimiser."):
-            _, key, parameter_name = name.split(".", 2)
-            prefixes.setdefault(parameter_name, set()).add(key)
+    num_updates = torch.zeros(())  # AdamW counts in float32
     for group, optimiser in zip(groups, optimisers, strict=True):
         for name, parameter in group.parameters:
-            state: dict[str, Any] = {}
-            for key in sorted(prefixes.get(name, ())):
-                value = left.pop(f"optimiser.{key}.{name}")
-                if value.ndim and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"resume: optimiser.{key}.{name}: wanted {list(parameter.shape)}, got {list(value.shape)}"
-                    )
-                state[key] = value.to(parameter.device, copy=True)
-            if state:
-                optimiser.state[parameter] = state
-    torch.set_rng_state(left.pop("random.cpu"))
+            stored = {key: f"optimiser.{key}.{name}" for key in _KEPT[group.optimiser]}
+            if left.keys().isdisjoint(stored.values()):
+                continue  # it never had a gradient
+            optimiser.state[parameter] = {
+                key: _taken(left, of, num_updates if key == "step" else parameter).to(parameter.device, copy=True)
+                for key, of in stored.items()
+            }
+    torch.set_rng_state(_taken(left, "random.cpu", torch.get_rng_state()))
     if (cuda := left.pop("random.cuda", None)) is not None and model.device.type == "cuda":
         torch.cuda.set_rng_state(cuda, model.device)
     if left:

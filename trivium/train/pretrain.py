@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.train.groups import Group, build_optimisers, groups_table, parameter_groups
 from trivium.train.heldout import Heldout, excerpt, score
-from trivium.train.log import RunLog
+from trivium.train.log import RunLog, sayer
 from trivium.train.loop import Progress, train_loop
 from trivium.train.point import restore_, take_point
 from trivium.train.run_folder import read_run, update_run
@@ -127,7 +127,7 @@ def pretrain(
     )
     console.print(groups_table(groups))
 
-    say = _sayer(console)
+    say = sayer(console)
     before = _begin(folder, config, tokenizer, about, say)
     point = load_resume_point(folder, say)
     start = Progress(num_steps=before["planned_steps"])
@@ -135,7 +135,7 @@ def pretrain(
         start = restore_(point, model, groups, optimisers, loader, before["planned_steps"])
         say(f"going on from step {start.step} of {start.num_steps or '?'}")
 
-    keeper = _Keeper(model, groups, optimisers, loader, folder, excerpt(heldout, config.eval_tokens, _EXCERPT_LEN))
+    keeper = _Keeper(model, groups, optimisers, loader, folder, excerpt(heldout, config.eval_tokens, _EXCERPT_LEN), say)
     begun_s = time.monotonic()
     now = keeper.evaluate()
     eval_s = time.monotonic() - begun_s
@@ -183,22 +183,24 @@ class _Keeper:
         loader: Loader,
         folder: Path,
         heldout: TokenStream,
+        say: Callable[[str], None],
     ) -> None:
         self._model, self._groups, self._optimisers, self._loader = model, groups, optimisers, loader
-        self._folder, self._heldout = folder, heldout
+        self._folder, self._heldout, self._say = folder, heldout, say
 
     def evaluate(self) -> Heldout:
         return score(self._model, self._heldout)
 
     def plan(self, num_steps: int) -> None:
         update_run(self._folder, planned_steps=num_steps)
+        self._say(f"{num_steps} steps fit into the time; from here on their number counts, and not the clock")
 
     def save(self, progress: Progress) -> None:
         save_resume_point(self._folder, take_point(self._model, self._groups, self._optimisers, self._loader, progress))
 
 
 def _begin(
-    folder: Path, config: PretrainConfig, tokenizer: SavedTokenizer, about: dict[str, Any], say: Any
+    folder: Path, config: PretrainConfig, tokenizer: SavedTokenizer, about: dict[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """run.json of a run that starts, or of the one that goes on here."""
     versions = {
@@ -230,7 +232,3 @@ def _begin(
         **about,
     )
     return read_run(folder)
-
-
-def _sayer(console: Console):
-    return lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from trivium.chat.vocabulary import CONFIG_FILE, RANKS_FILE
+from trivium.data.corpus import HELDOUT_FILE
+
 RUN = "run.json"
+# What a run writes before its run.json is there, the held-out text first: all that is left of one killed before that.
+_BEGINNING = {HELDOUT_FILE, RANKS_FILE, CONFIG_FILE, RUN}
 _ABSENT = object()
 
 
@@ -24,7 +30,7 @@ def open_run(
     A run goes on where the folder's run.json says it is unfinished and agrees with `same`, field by field; a field that
     is a dict is compared by those of its keys that `same` has. A finished run is never written to, nor an unfinished
     one of other arguments: then `exact` raises ValueError, else the next of name-2, name-3, ... is tried, and `say`
-    hears why an unfinished one was left alone. A folder that is still empty when the block fails goes away again.
+    hears why an unfinished one was left alone. A folder that has no run.json when the block fails goes away again.
     """
     if not name or name != Path(name).name or name.startswith("."):
         raise ValueError(f"name: wanted the name of one folder, got {name!r}")
@@ -43,7 +49,11 @@ def open_run(
         except OSError as error:
             raise ValueError(f"{folder}: cannot be made a run's folder: {error.strerror}") from error
         else:
-            why, unfinished = _why_not(folder, handle, same)
+            try:
+                why, unfinished = _why_not(folder, handle, same)
+            except BaseException:
+                os.close(handle)
+                raise
             if why is None:
                 break
             os.close(handle)
@@ -54,8 +64,8 @@ def open_run(
     try:
         yield folder, (folder / RUN).exists()
     except BaseException:
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        if not (folder / RUN).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # it held nothing but such beginnings when it was locked
         raise
     finally:
         os.close(handle)
@@ -107,8 +117,9 @@ def _why_not(folder: Path, handle: int, same: dict[str, Any]) -> tuple[str | Non
     except OSError:
         return "another process is writing to it", True
     if not (folder / RUN).exists():
-        # Of a run that ended before it wrote run.json nothing is left but what it copies here first.
-        return ("is there already and holds no run", False) if any(folder.iterdir()) else (None, False)
+        names = {path.name.removesuffix(".part") for path in folder.iterdir()}
+        ours = not names or {HELDOUT_FILE} <= names <= _BEGINNING
+        return (None if ours else "is there already and holds no run"), False
     there = read_run(folder)
     if there.get("finished") is not False:
         return "holds a finished run, which is never overwritten", False

@@ -1,0 +1,154 @@
+"""`trivium train`: its options reach the run, and a kill at any moment costs nothing but time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_config, write_tiny_text
+from trivium import cli
+from trivium.cli import pretraining as show_file
+from trivium.recipes import pretraining as recipe_file
+
+NUM_RANKS = 300
+
+# Every run of the command line is a process of its own: a child of one that has loaded all it needs, which takes 3 s,
+# and has computed nothing. It is killed from outside ten times, and then let be. It is saved as often as can be: a
+# tenth of the time it trains is spent on that.
+KILLED = """
+import os, random, signal, sys, time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+import torch
+from tests.tiny import tiny_config
+from trivium import cli
+from trivium.cli import pretraining as show_file
+from trivium.recipes import pretraining as recipe_file
+
+torch.optim.SGD([torch.zeros(1)])  # what the first optimiser and the first search for duplicates load
+recipe_file.gather_text(Path("text"))
+recipe = recipe_file.pretraining
+recipe_file.preset = lambda name: tiny_config(300)
+recipe_file.pretraining = lambda *a, **k: replace(recipe(*a, **k), save_every_s=1e-9)
+recipe_file.plot_runs = lambda folders, out: None
+recipe_file.report = partial(recipe_file.report, num_samples=2, sample_tokens=4)
+show_file.SAMPLE_TOKENS = 2
+rng = random.Random(int(sys.argv[1]))
+
+
+def run(name, seconds=None):
+    child = os.fork()
+    if not child:
+        try:
+            cli.main(["train", "nano", "--data", "text", "--steps", "32", "--name", name, "--batch-tokens", "64"])
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code)
+        os._exit(99)
+    if seconds:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+begun = time.monotonic()
+whole = run("whole")
+seconds = time.monotonic() - begun
+codes = [run("killed", rng.uniform(0.05, 0.4) * seconds) for _ in range(10)]
+print("codes", whole, *codes, run("killed"), flush=True)
+"""
+
+
+def main(capsys, *arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(list(arguments))
+    return exit_.value.code, *capsys.readouterr()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with text of 40 names to stand in, and every preset drawn small."""
+    write_tiny_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe_file, "preset", lambda name: tiny_config(NUM_RANKS))
+    monkeypatch.setattr(show_file, "SAMPLE_TOKENS", 6)
+    return tmp_path
+
+
+def metrics_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if name not in ("time_s", "tokens_per_s")} for line in lines]
+
+
+def test_killed_at_ten_random_moments_it_ends_as_if_it_had_not_been(tmp_path):
+    write_tiny_text(tmp_path / "text")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, "3"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    codes = done.stdout.splitlines()[-1].split()
+    assert codes[:2] == ["codes", "0"], (codes, done.stderr)
+    # On a machine that gets faster behind the first run an end may come before the last kill.
+    assert codes.count("-9") >= 5, codes
+    whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
+    assert metrics_of(killed) == metrics_of(whole) and len(metrics_of(whole)) == 32
+    for name in ("model.safetensors", "resume/latest/tensors.safetensors", "samples.md", "heldout.jsonl"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert len(list((killed / "resume").iterdir())) == 3
+    assert json.loads((killed / "run.json").read_text())["finished"] is True
+
+
+def test_every_option_reaches_the_run(place, capsys):
+    arguments = ("train", "micro", "--data", "text/", "--steps", "1", "--minutes", "7", "--seed", "5", "--out", "here")
+    arguments += ("--batch-tokens", "48", "--max-len", "24", "--muon-lr", "0.01", "--adamw-lr", "0.002")
+    code, out, err = main(capsys, *arguments, "--save-every", "9")
+    assert (code, err) == (0, "") and "trivium generate here/train-micro --prompt 'def w" in out
+    run = place / "here" / "train-micro"
+    there = json.loads((run / "run.json").read_text())
+    assert (there["recipe"], there["seed"], there["finished"]) == ("train-micro", 5, True)
+    assert there["command"] == [*arguments, "--save-every", "9"]
+    given = {"batch_tokens": 48, "max_len": 24, "muon_lr": 0.01, "adamw_lr": 0.002, "save_every_s": 9, "device": "cpu"}
+    assert there["arguments"] | given == there["arguments"]
+    assert there["arguments"]["length"] == {"seconds": 420, "num_steps": 1}
+    assert there["tokens"] == 48 and len(metrics_of(run)) == 1
+    assert main(capsys, *arguments)[0] == 0 and (place / "here" / "train-micro-2").exists()
+
+
+def test_text_that_ends_in_nothing_but_lines_still_has_a_sample(place, capsys):
+    """One file, whose last tenth is held out: there is no beginning of it to go on with."""
+    text = "".join(path.read_text() for path in sorted((place / "text").iterdir()))
+    (place / "one.txt").write_text(text + "\n" * (len(text) // 8))
+    code, _, err = main(capsys, "train", "nano", "--data", "one.txt", "--steps", "1", "--batch-tokens", "48")
+    assert (code, err) == (0, "")
+    assert "````\ndef w" in (place / "runs" / "train-nano" / "samples.md").read_text()  # of what it was trained on
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nano", "--data", "nowhere"), "data: nowhere is neither a folder nor a file, wanted "),
+        (("nano", "--data", "text", "--max-len", "0"), "max_len: wanted at least 1, got 0"),
+        (("nano", "--data", "text", "--device", "toaster"), "device: 'toaster' is not one that torch knows"),
+        (("nano", "--data", "text", "--device", "cuda:99"), "device: cuda:99: torch sees "),
+        (("nano", "--data", "text", "--name", "../x"), "name: wanted the name of one folder, got '../x'"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_and_no_folder(place, capsys, arguments, message):
+    code, _, err = main(capsys, "train", *arguments)
+    assert code == 1 and err.startswith(f"error: {message}") and err.count("\n") == 1
+    assert not list((place / "runs").glob("*"))
+
+
+def test_a_folder_of_text_has_to_be_named(place, capsys):
+    code, _, err = main(capsys, "train", "nano")
+    assert code == 2 and "--data" in err
