@@ -4,12 +4,22 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # before torch: see trivium.cli.main
 
+import pytest
 import torch
 from hypothesis import settings
 
 # With a second test process beside this one, a second thread only waits for its core.
 if os.environ.get("PYTEST_XDIST_WORKER"):
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_for_all():
+    """Verbs set the number of threads of their process, which here is that of the tests behind them too."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
 
 settings.register_profile("trivium", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("trivium")

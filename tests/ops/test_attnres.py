@@ -93,11 +93,17 @@ def test_blocks_of_several_sublayers_sum_what_they_hold():
     assert torch.equal(stream.sum_TD, d)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("T", [1, 2, 5, 16, 33])
-def test_a_later_token_changes_no_earlier_bit(T):
+def test_a_later_token_changes_no_earlier_bit(T, num_threads):
     blocks, total, query = sources(3, T=100, dtype=torch.float32)
-    whole = attnres(blocks, total, query)
-    assert torch.equal(attnres(blocks[:, :T].contiguous(), total[:T], query), whole[:T])
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)  # two share the tokens out
+    try:
+        whole = attnres(blocks, total, query)
+        assert torch.equal(attnres(blocks[:, :T].contiguous(), total[:T], query), whole[:T])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_backward_saves_one_copy_of_its_inputs_at_most():
