@@ -241,13 +241,17 @@ def test_asked_to_stop_as_its_steps_are_fixed_it_is_saved_once(train):
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_interrupts_and_gives_the_signals_back(first):
+    # A shell that starts a script in the background has it ignore Ctrl-C, and the tests with it.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt), stop_asked() as asked:
         assert not asked.is_set()
         os.kill(os.getpid(), first)
         assert asked.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == before
+    after = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    signal.signal(signal.SIGINT, inherited)
+    assert after == before
 
 
 def test_outside_the_main_thread_no_signal_is_touched():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+
+import regex
 
 _OTHER = r"[^\r\n\p{L}\p{N}]?"  # at most one character in front of a word, the space most often
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -64,7 +65,9 @@ def check_text(text: str) -> None:
         raise ValueError(f"text: character {error.start} is the lone surrogate U+{code:04X}, wanted text") from error
 
 
-def _whole_runs(max_run_chars: int) -> re.Pattern[str]:
-    """Matches up to the first run longer than `max_run_chars`. `re` keeps the compiled pattern."""
+def _whole_runs(max_run_chars: int) -> regex.Pattern[str]:
+    """Matches up to the first run longer than `max_run_chars`. `regex` keeps the compiled pattern."""
     # Possessive throughout: a run that is too long is given up at once, never tried again from its middle.
-    return re.compile(rf"(?:\s{{1,{max_run_chars}}}+(?!\s)|\S{{1,{max_run_chars}}}+(?!\S))*+")
+    # Not by re: before Python 3.11.5 its possessive repeats go on from where a failed one began, and a run is missed.
+    space, other = r"[\s\x1c-\x1f]", r"[^\s\x1c-\x1f]"
+    return regex.compile(rf"(?:{space}{{1,{max_run_chars}}}+(?!{space})|{other}{{1,{max_run_chars}}}+(?!{other}))*+")
