@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import regex
+if TYPE_CHECKING:
+    import regex
 
 _OTHER = r"[^\r\n\p{L}\p{N}]?"  # at most one character in front of a word, the space most often
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -67,6 +69,8 @@ def check_text(text: str) -> None:
 
 def _whole_runs(max_run_chars: int) -> regex.Pattern[str]:
     """Matches up to the first run longer than `max_run_chars`. `regex` keeps the compiled pattern."""
+    import regex  # here, since training reads this file and needs no tokenizer
+
     # Possessive throughout: a run that is too long is given up at once, never tried again from its middle.
     # Not by re: before Python 3.11.5 its possessive repeats go on from where a failed one began, and a run is missed.
     space, other = r"[\s\x1c-\x1f]", r"[^\s\x1c-\x1f]"
