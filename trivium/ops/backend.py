@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from trivium.ops import cpu
+
 NAMES = ("reference", "torch", "native")
 
 # A module global and no ContextVar: Dynamo cannot trace a ContextVar.
@@ -35,15 +37,18 @@ def use_backend(name: str | None) -> Iterator[None]:
         _asked = before
 
 
-def choose(op: str, **implementations: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation of `op` to run now.
+def choose(op: str, **implementations: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The implementation of `op` to run now; one that is None does not serve these tensors.
 
-    Raises ValueError when a backend was asked for that this operation does not have.
+    Raises ValueError when a backend was asked for that this operation does not have, or not for these tensors.
     """
-    name = _asked or ("native" if "native" in implementations else "torch")
-    if name not in implementations:
-        raise ValueError(f"{op}: has no {name!r} backend, only {', '.join(implementations)}")
-    return implementations[name]
+    name = _asked or ("native" if implementations.get("native") else "torch")
+    chosen = implementations.get(name)
+    if chosen is None:
+        has = ", ".join(name for name, implementation in implementations.items() if implementation)
+        why = f": {cpu.missing}" if name == "native" and cpu.missing else ""
+        raise ValueError(f"{op}: has no {name!r} backend for these tensors, only {has}{why}")
+    return chosen
 
 
 def default_backend(device: str) -> str:
@@ -75,15 +80,16 @@ def availability() -> list[Availability]:
                     device=device, backend=backend, usable=present, reason=f"{what}; {reason}" if present else reason
                 )
             )
-        found.append(
-            Availability(
-                device=device,
-                backend="native",
-                usable=False,
-                reason="no compiled kernel for this device is part of this version",
-            )
-        )
+        found.append(_native(device))
     return found
+
+
+def _native(device: str) -> Availability:
+    if device == "cpu":
+        reason = cpu.missing or f"compiled for {cpu.isa}, float32; {torch.get_num_threads()} threads"
+        return Availability(device=device, backend="native", usable=cpu.missing is None, reason=reason)
+    reason = "no compiled kernel for this device is part of this version"
+    return Availability(device=device, backend="native", usable=False, reason=reason)
 
 
 def _cuda_reason() -> str:

@@ -1,0 +1,119 @@
+// The product by one thread; see gemm.h.
+//
+// The shape is Goto and van de Geijn's (Anatomy of High-Performance Matrix Multiplication, 2008): panels of NR columns
+// of B, packed, stay in the first-level cache while rows of A pass by MR at a time, MR x NR sums in registers.
+#include "gemm.h"
+
+#include <algorithm>
+
+namespace trivium {
+
+// `count` <= NR rows of a matrix whose rows are contiguous along k, turned to [k][NR]; zeros where there is no row.
+static inline void pack_turned(const float* p, int64_t stride, int64_t count, int64_t depth, float* out) {
+    for (int64_t part = 0; part < NR; part += W) {
+        int64_t rows = std::clamp<int64_t>(count - part, 0, W);
+        int64_t k = 0;
+        vf x[W];
+        for (; k + W <= depth; k += W) {
+            for (int i = 0; i < W; i++) x[i] = i < rows ? load(p + (part + i) * stride + k) : vf{};
+            transpose(x);
+            for (int i = 0; i < W; i++) store(out + (k + i) * NR + part, x[i]);
+        }
+        for (; k < depth; k++)
+            for (int i = 0; i < W; i++) out[k * NR + part + i] = i < rows ? p[(part + i) * stride + k] : 0.0f;
+    }
+}
+
+// Columns j to j + count of rows k to k + depth of B, as [depth][NR].
+static inline void pack_b(Matrix B, int64_t k, int64_t j, int64_t depth, int64_t count, float* out) {
+    const float* p = B.p + k * B.rs + j * B.cs;
+    if (B.rs == 1) return pack_turned(p, B.cs, count, depth, out);
+    if (B.cs == 1 && count == NR) {
+        for (int64_t i = 0; i < depth; i++)
+            for (int n = 0; n < NR; n += W) store(out + i * NR + n, load(p + i * B.rs + n));
+        return;
+    }
+    for (int64_t i = 0; i < depth; i++)
+        for (int64_t n = 0; n < NR; n++) out[i * NR + n] = n < count ? p[i * B.rs + n * B.cs] : 0.0f;
+}
+
+// c[ROWS x NR] of a panel: rows of a at distance rs, steps of k at distance cs.
+template <int ROWS>
+static inline void micro(
+    const float* a, int64_t rs, int64_t cs, const float* b, int64_t depth, float* c, int64_t ldc, int64_t columns, bool add
+) {
+    vf sums[ROWS][2] = {};
+    for (int64_t k = 0; k < depth; k++) {
+        vf b0 = load(b + k * NR), b1 = load(b + k * NR + W);
+#pragma GCC unroll 16
+        for (int i = 0; i < ROWS; i++) {
+            vf x = splat(a[i * rs + k * cs]);
+            sums[i][0] = fma(x, b0, sums[i][0]);
+            sums[i][1] = fma(x, b1, sums[i][1]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < ROWS; i++) {
+        float* row = c + i * ldc;
+        if (columns == NR) {
+            store(row, add ? load(row) + sums[i][0] : sums[i][0]);
+            store(row + W, add ? load(row + W) + sums[i][1] : sums[i][1]);
+        } else {
+            for (int half = 0; half < 2; half++) {
+                int64_t n = std::clamp<int64_t>(columns - half * W, 0, W);
+                float* part = row + half * W;
+                store_n(part, add ? load_n(part, n) + sums[i][half] : sums[i][half], n);
+            }
+        }
+    }
+}
+
+template <int ROWS>
+static void micro_rows(
+    int64_t rows, const float* a, int64_t rs, int64_t cs, const float* b, int64_t depth, float* c, int64_t ldc,
+    int64_t columns, bool add
+) {
+    if (rows == ROWS) return micro<ROWS>(a, rs, cs, b, depth, c, ldc, columns, add);
+    if constexpr (ROWS > 1) micro_rows<ROWS - 1>(rows, a, rs, cs, b, depth, c, ldc, columns, add);
+}
+
+void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add) {
+    if (K == 0 && !add)
+        for (int64_t m = 0; m < M; m++) std::fill_n(C + m * ldc, N, 0.0f);
+    static thread_local Buffer b_buffer, a_buffer;
+    float* packed_b = b_buffer.at_least(KC * (NC + NR));
+    float* packed_a = a_buffer.at_least(KC * MC);
+    for (int64_t j = 0; j < N; j += NC) {
+        int64_t width = std::min(NC, N - j);
+        for (int64_t k = 0; k < K; k += KC) {
+            int64_t depth = std::min(KC, K - k);
+            bool add_now = add || k > 0;
+            for (int64_t n = 0; n < width; n += NR)
+                pack_b(B, k, j + n, depth, std::min<int64_t>(NR, width - n), packed_b + n * depth);
+            for (int64_t i = 0; i < M; i += MC) {
+                int64_t height = std::min(MC, M - i);
+                const float* a = A.p + i * A.rs + k * A.cs;
+                int64_t rs = A.rs, cs = A.cs, panel = MR * A.rs;
+                if (A.cs != 1) {  // steps of k at a large distance: copied, or every step is a cache line of one set
+                    for (int64_t m = 0; m < height; m += MR) {
+                        int64_t rows = std::min<int64_t>(MR, height - m);
+                        float* out = packed_a + m * depth;
+                        for (int64_t d = 0; d < depth; d++)
+                            for (int64_t r = 0; r < rows; r++) out[d * MR + r] = a[(m + r) * A.rs + d * A.cs];
+                    }
+                    a = packed_a, rs = 1, cs = MR, panel = MR * depth;
+                }
+                for (int64_t n = 0; n < width; n += NR) {
+                    int64_t columns = std::min<int64_t>(NR, width - n);
+                    for (int64_t m = 0; m < height; m += MR)
+                        micro_rows<MR>(
+                            std::min<int64_t>(MR, height - m), a + m / MR * panel, rs, cs, packed_b + n * depth, depth,
+                            C + (i + m) * ldc + j + n, ldc, columns, add_now
+                        );
+                }
+            }
+        }
+    }
+}
+
+}  // namespace trivium
