@@ -499,7 +499,8 @@ def _released_template() -> dict[str, Any]:
 
 
 def preset(name: str) -> K3Config | K2Config:
-    """A config by name: `k3` as released, `k2` for the cost tables only, `nano`, `micro` and `mini` to train."""
+    """A config by name: `k3` as released, `k2` for the cost tables only, `nano`, `micro` and `mini` to train,
+    `bench` and `bench-xl` to measure speed."""
     if name not in PRESETS:
         raise ValueError(f"preset: wanted one of {', '.join(PRESETS)}, got {name!r}")
     return PRESETS[name]()
@@ -606,10 +607,40 @@ def _mini() -> K3Config:
     )
 
 
+def _bench() -> K3Config:
+    """The "small hybrid" of the speed tables: peers are measured at this geometry."""
+    return K3Config(
+        num_layers=8,
+        hidden_size=512,
+        intermediate_size=1408,
+        attn_res_block_size=4,
+        kda=KdaConfig(num_heads=8, head_dim=64),
+        mla=_mla(8, 256, 128, 64, 32, 64),
+        moe=_moe(16, 2, 1, 128, 256),
+        **_special_ids(31744),
+    )
+
+
+def _bench_xl() -> K3Config:
+    """Over 600 MB of float32 weights a token, which no cache holds."""
+    return K3Config(
+        num_layers=16,
+        hidden_size=1024,
+        intermediate_size=2816,
+        attn_res_block_size=4,
+        kda=KdaConfig(num_heads=8, head_dim=128),
+        mla=_mla(8, 384, 256, 128, 64, 128),
+        moe=_moe(16, 2, 1, 512, 512),
+        **_special_ids(31744),
+    )
+
+
 PRESETS: dict[str, Callable[[], K3Config | K2Config]] = {
     "k3": _k3,
     "k2": _k2,
     "nano": _nano,
     "micro": _micro,
     "mini": _mini,
+    "bench": _bench,
+    "bench-xl": _bench_xl,
 }
