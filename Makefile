@@ -31,8 +31,9 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Done once, and again when pyproject.toml or the wanted torch changes.
-$(VENV)/installed: pyproject.toml $(VENV)/torch
+# Done once, and again when pyproject.toml, the wanted torch or the CPU kernels change.
+KERNELS := setup.py trivium/ops/cpu/sources.py $(wildcard trivium/ops/*/*.cpp trivium/ops/cpu/*.h)
+$(VENV)/installed: pyproject.toml $(KERNELS) $(VENV)/torch
 	@$(PYTHON) -c 'import sys' 2>/dev/null || \
 		{ echo "make: cannot run '$(PYTHON)': name a Python 3.11 to 3.13, as in 'make PYTHON=python3.12 ...'" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \

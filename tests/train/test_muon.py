@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from trivium.train.muon import Muon, orthogonalise, update_scale
+from trivium.ops.newton_schulz import orthogonalise
+from trivium.train.muon import Muon, update_scale
 
 
 def random_weights(*shapes, seed=0):

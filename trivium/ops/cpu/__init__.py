@@ -63,7 +63,7 @@ def serves(*tensors: Tensor) -> bool:
     return _library is not None and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
 
 
-def call(name: str, *args: Tensor | int | float | None) -> None:
+def call(name: str, *args: Tensor | float | None) -> None:
     """Run the kernel `trivium_<name>` on all of torch's threads. Tensors go in as pointers and are contiguous."""
     converted = []
     for arg in args:

@@ -77,7 +77,8 @@ static void micro_rows(
     if constexpr (ROWS > 1) micro_rows<ROWS - 1>(rows, a, rs, cs, b, depth, c, ldc, columns, add);
 }
 
-void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add) {
+template <bool LOWER>
+static void product(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add) {
     if (K == 0 && !add)
         for (int64_t m = 0; m < M; m++) std::fill_n(C + m * ldc, N, 0.0f);
     static thread_local Buffer b_buffer, a_buffer;
@@ -105,7 +106,9 @@ void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t
                 }
                 for (int64_t n = 0; n < width; n += NR) {
                     int64_t columns = std::min<int64_t>(NR, width - n);
-                    for (int64_t m = 0; m < height; m += MR)
+                    // The first row of tiles that reaches the diagonal.
+                    int64_t first = LOWER ? std::max<int64_t>(0, (j + n - i) / MR * MR) : 0;
+                    for (int64_t m = first; m < height; m += MR)
                         micro_rows<MR>(
                             std::min<int64_t>(MR, height - m), a + m / MR * panel, rs, cs, packed_b + n * depth, depth,
                             C + (i + m) * ldc + j + n, ldc, columns, add_now
@@ -114,6 +117,16 @@ void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t
             }
         }
     }
+}
+
+void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add) {
+    product<false>(M, N, K, A, B, C, ldc, add);
+}
+
+void gemm_symmetric(int64_t N, int64_t K, Matrix A, Matrix B, float* C) {
+    product<true>(N, N, K, A, B, C, N, false);
+    for (int64_t i = 0; i < N; i++)
+        for (int64_t j = i + 1; j < N; j++) C[i * N + j] = C[j * N + i];
 }
 
 }  // namespace trivium

@@ -46,4 +46,7 @@ class Buffer {
 // C [M, N] = A [M, K] B [K, N], or C += with `add`, by one thread. C's rows are contiguous at distance ldc.
 void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add = false);
 
+// A product known to be symmetric, [N, N]: what lies wholly above the diagonal is not computed but copied from below.
+void gemm_symmetric(int64_t N, int64_t K, Matrix A, Matrix B, float* C);
+
 }  // namespace trivium

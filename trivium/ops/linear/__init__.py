@@ -18,7 +18,9 @@ def linear(x_TD: Tensor, weight: Tensor) -> Tensor:
     promises that for no shape. Raises ValueError for shapes or dtypes that do not fit.
     """
     if weight.dim() != 2 or x_TD.dim() == 0 or x_TD.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} wants x [.., {weight.shape[-1]}], got {tuple(x_TD.shape)}")
+        raise ValueError(
+            f"linear: weight {tuple(weight.shape)} wants x [.., {weight.shape[-1]}], got {tuple(x_TD.shape)}"
+        )
     if x_TD.dtype != weight.dtype:
         raise ValueError(f"linear: x and weight want one dtype, got {x_TD.dtype} and {weight.dtype}")
     native = linear_native if cpu.serves(x_TD, weight) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from trivium.ops import cpu
 def linear_native(x_TD: Tensor, weight: Tensor) -> Tensor:
     x_TD = x_TD.contiguous()
     y_TN = x_TD.new_empty(*x_TD.shape[:-1], len(weight))
-    M, (N, K) = x_TD[..., 0].numel(), weight.shape
+    M, (N, K) = math.prod(x_TD.shape[:-1]), weight.shape
     cpu.call("linear", x_TD, weight.contiguous(), y_TN, M, N, K)
     return y_TN
 
@@ -29,7 +30,7 @@ def linear_backward(dy_TN: Tensor, x_TD: Tensor, weight: Tensor, for_x: bool, fo
     """dx and dweight, each only where it is asked for, else empty."""
     dy_TN, x_TD, weight = dy_TN.contiguous(), x_TD.contiguous(), weight.contiguous()
     dx_TD, d_weight = (torch.empty_like(x if asked else x[:0]) for x, asked in ((x_TD, for_x), (weight, for_weight)))
-    M, (N, K) = dy_TN[..., 0].numel(), weight.shape
+    M, (N, K) = math.prod(dy_TN.shape[:-1]), weight.shape
     if for_x:
         cpu.call("linear_input_grad", dy_TN, weight, dx_TD, M, N, K)
     if for_weight:

@@ -1,0 +1,21 @@
+"""Newton-Schulz on the CPU's compiled kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trivium.ops import cpu
+from trivium.ops.newton_schulz.reference import COEFFICIENTS, EPS, NUM_STEPS
+
+
+@torch.library.custom_op("trivium::newton_schulz", mutates_args=(), device_types="cpu")
+def newton_schulz_native(stack_NOI: Tensor) -> Tensor:
+    x_NOI = stack_NOI.clone(memory_format=torch.contiguous_format)
+    cpu.call("newton_schulz", x_NOI, *x_NOI.shape, NUM_STEPS, *COEFFICIENTS, EPS)
+    return x_NOI
+
+
+@newton_schulz_native.register_fake
+def _(stack_NOI: Tensor) -> Tensor:
+    return torch.empty_like(stack_NOI, memory_format=torch.contiguous_format)
