@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import llama_cpp
@@ -27,8 +28,7 @@ class LlamaCpp:
     """One sequence of a GGUF model in llama.cpp. It can be cleared, not cut: a KDA state has no past."""
 
     def __init__(self, path: str | Path, *, num_ctx: int, num_threads: int, ubatch: int = 512) -> None:
-        self._log = llama_cpp.llama_log_callback(_errors_only)  # kept: the library holds the bare pointer
-        llama_cpp.llama_log_set(self._log, None)
+        _say_errors_only()
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -115,13 +115,29 @@ def decode_tokens_per_s(
     return figures
 
 
+def quantize(gguf_path: str | Path, out: str | Path, kind: str, num_threads: int) -> None:
+    """A file of Q8_0 or Q4_0 matrices from one of float32, by llama.cpp's own quantiser with its defaults."""
+    _say_errors_only()
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = {"Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}[kind]
+    params.nthread = num_threads
+    if llama_cpp.llama_model_quantize(os.fsencode(gguf_path), os.fsencode(out), params):
+        raise RuntimeError(f"{gguf_path}: llama.cpp cannot quantise it to {kind}")
+
+
 def _random_ids(vocab_size: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, shape)
 
 
-def _errors_only(level: int, text: bytes, _data: object) -> None:
-    if level == LOG_LEVEL_ERROR:
-        sys.stderr.write(text.decode(errors="replace"))
+@cache  # holds the callback: the library keeps a bare pointer to it
+def _say_errors_only() -> object:
+    def log(level: int, text: bytes, _data: object) -> None:
+        if level == LOG_LEVEL_ERROR:
+            sys.stderr.write(text.decode(errors="replace"))
+
+    callback = llama_cpp.llama_log_callback(log)
+    llama_cpp.llama_log_set(callback, None)
+    return callback
 
 
 if __name__ == "__main__":

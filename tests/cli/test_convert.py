@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -208,3 +209,68 @@ def test_an_unfinished_run_is_not_converted(tmp_path, capsys):
     (tmp_path / "run" / "run.json").write_text('{"finished": false}')
     code, _, err = main(capsys, "convert", tmp_path / "run", tmp_path / "out")
     assert code == 1 and "this run is unfinished" in err and not (tmp_path / "out").exists()
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------
+
+
+def kinds(path):
+    """How many tensors of each kind a GGUF file holds, and its fields."""
+    reader = pytest.importorskip("gguf").GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    return Counter(tensor.tensor_type.name for tensor in reader.tensors), fields
+
+
+def test_gguf_lands_beside_the_run_and_is_not_overwritten(run, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    before = files(run)
+    code, out, err = main(capsys, "convert", run, "--to", "gguf")
+    assert (code, err) == (0, "") and out.endswith(f"written to {tmp_path / 'run.gguf'}\n")
+    count, fields = kinds(tmp_path / "run.gguf")
+    assert count.keys() == {"F32"} and fields["general.name"] == "run"
+    assert len(fields["tokenizer.ggml.tokens"]) == NUM_RANKS + 256
+    assert files(run) == before
+    content = (tmp_path / "run.gguf").read_bytes()
+    code, _, err = main(capsys, "convert", run, "--to", "gguf")
+    assert code == 1 and "not overwritten" in err and err.count("\n") == 1
+    assert (tmp_path / "run.gguf").read_bytes() == content
+    assert main(capsys, "convert", run, "--to", "gguf", "--out", tmp_path / "b.gguf")[0] == 0
+    assert (tmp_path / "b.gguf").read_bytes() == content
+
+
+def test_gguf_of_a_released_checkpoint_keeps_its_packed_experts_or_unpacks_them(tmp_path, capsys):
+    pytest.importorskip("gguf")
+    released = FIXTURES / "k3-tiny-d"  # bfloat16, eight MoE layers, a vision tower and no tokenizer
+    packed = json.loads(main(capsys, "convert", released, tmp_path / "p.gguf", "--to", "gguf", "--json")[1])
+    assert packed["before"]["experts"] == packed["after"]["experts"] == "packed"
+    assert packed["after"]["num_bytes"] == (tmp_path / "p.gguf").stat().st_size
+    assert packed["left_out"] == ["the vision tower", "a tokenizer, which the folder does not have"]
+    count, fields = kinds(tmp_path / "p.gguf")
+    assert count.keys() == {"F32", "BF16", "MXFP4"} and count["MXFP4"] == 24
+    assert fields["tokenizer.ggml.model"] == "none"
+
+    options = ("--to", "gguf", "--unpack-experts", "--dtype", "float16", "--json")
+    plain = json.loads(main(capsys, "convert", released, tmp_path / "u.gguf", *options)[1])
+    assert (plain["after"]["experts"], plain["after"]["dtype"]) == ("unpacked", "float16")
+    assert kinds(tmp_path / "u.gguf")[0].keys() == {"F32", "F16"}
+
+
+def test_gguf_packs_the_experts_of_a_run(run, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    _, out, _ = main(capsys, "convert", run, tmp_path / "p.gguf", "--to", "gguf", "--pack-experts")
+    assert "routed experts packed as MXFP4, the rest float32" in out
+    assert kinds(tmp_path / "p.gguf")[0]["MXFP4"] == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--to", "onnx"), "to: wanted released or gguf, got 'onnx'"),
+        (("--to", "gguf", "--dtype", "int8"), "dtype: wanted one of float32, bfloat16, float16, got 'int8'"),
+        (("a.gguf", "--to", "gguf", "--out", "b.gguf"), "out: wanted once, got a.gguf and --out b.gguf"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(run, capsys, arguments, wanted):
+    pytest.importorskip("gguf")
+    code, _, err = main(capsys, "convert", run, *arguments)
+    assert code == 1 and err == f"error: {wanted}\n"

@@ -53,15 +53,11 @@ def write_gguf(
     has none, and llama.cpp takes and gives ids. Raises ValueError for what the format cannot hold, ImportError without
     the package gguf, OSError with the file and the reason; then nothing was replaced.
     """
-    gguf = _gguf()
-    path = Path(path)
-    _check(model.config)
+    dtype = str(model.dtype).removeprefix("torch.") if dtype is None else dtype
+    check_gguf(model.config, dtype)
+    gguf, path = _gguf(), Path(path)
     if vocabulary is not None and vocabulary.size != model.config.vocab_size:
         raise ValueError(f"vocabulary: wanted {model.config.vocab_size} ids, got {vocabulary.size}")
-    if dtype is None:
-        dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in KINDS:
-        raise ValueError(f"dtype: wanted one of {', '.join(KINDS)}, got {dtype!r}")
 
     tensors = list(gguf_tensors(model, KINDS[dtype], pack_experts=pack_experts))
     packed = any(tensor.kind == "MXFP4" for tensor in tensors)
@@ -98,15 +94,11 @@ def write_gguf(
         temporary.unlink(missing_ok=True)
 
 
-def _gguf() -> ModuleType:
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError("a GGUF file takes the package gguf: pip install trivium[gguf]") from error
-    return gguf
-
-
-def _check(config: K3Config) -> None:
+def check_gguf(config: K3Config, dtype: str) -> None:
+    """Raises, before a model is loaded, for what `write_gguf` could not write of it."""
+    _gguf()
+    if dtype not in KINDS:
+        raise ValueError(f"dtype: wanted one of {', '.join(KINDS)}, got {dtype!r}")
     heads, limit = (config.kda.num_heads, config.mla.num_heads), "llama.cpp's kimi-k3 cannot hold this model:"
     if heads[0] != heads[1]:
         raise ValueError(f"{limit} it wants one number of heads, got {heads[0]} of KDA and {heads[1]} of MLA")
@@ -120,6 +112,14 @@ def _check(config: K3Config) -> None:
     ):
         if number > most:
             raise ValueError(f"{limit} it wants at most {most} {what}, got {number}")
+
+
+def _gguf() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("a GGUF file takes the package gguf: pip install trivium[gguf]") from error
+    return gguf
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------
@@ -305,7 +305,8 @@ NAMES = {
     "block_sparse_moe.routed_expert_norm.weight": "ffn_routed_norm.weight",
     "block_sparse_moe.routed_expert_up_proj.weight": "ffn_routed_up.weight",
 }
-FLOAT32 = ("block_sparse_moe.gate.weight",)  # scores decide which experts run: 16 bits of them are not enough
+# llama.cpp rounds what meets a 16-bit matrix to 16 bits as well; a router's score decides which experts run.
+FLOAT32 = ("block_sparse_moe.gate.weight",)
 SCORES = {
     "self_attention_res_proj.weight": "attn_res_score.weight",
     "mlp_res_proj.weight": "ffn_res_score.weight",

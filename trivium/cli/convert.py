@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 def convert(
     run: Annotated[Path, typer.Argument(help="a run's folder, or one in the released layout")],
-    out: Annotated[Path, typer.Argument(help="the new folder; it must not exist, or be empty")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="the new folder, which must not exist or be empty; or the GGUF file", show_default=False),
+    ] = None,
+    to: Annotated[str, typer.Option(help="released: a folder in the released layout; gguf: one file for llama.cpp")] = (
+        "released"
+    ),
+    out_option: Annotated[
+        Path | None,
+        typer.Option("--out", help="the same as OUT; for gguf it may be left out: RUN.gguf", show_default=False),
+    ] = None,
     pack: Annotated[
         bool | None,
         typer.Option(
@@ -26,16 +36,29 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32, of all that is not packed")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32, of all that is not packed; for gguf float16 too")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a checkpoint to a new folder in the released layout, with routed experts packed or unpacked.
 
-    Where the checkpoint has held-out text beside it, both are loaded from disk and scored on it.
+    Where the checkpoint has held-out text beside it, both are loaded from disk and scored on it. With --to gguf the
+    text model and its tokenizer become one file that llama.cpp loads; that takes the package gguf.
     """
+    if to not in ("released", "gguf"):
+        raise ValueError(f"to: wanted released or gguf, got {to!r}")
+    if out is not None and out_option is not None:
+        raise ValueError(f"out: wanted once, got {out} and --out {out_option}")
+    out = out_option if out is None else out
+    check_finished(run)
+    if to == "gguf":
+        _to_gguf(run, _beside(run) if out is None else out, pack, dtype, as_json)
+        return
+    if out is None:
+        raise typer.BadParameter("the new folder is missing", param_hint="OUT")
     if dtype not in (None, "bfloat16", "float32"):
         raise ValueError(f"dtype: wanted bfloat16 or float32, got {dtype!r}")
-    check_finished(run)
     _check_new(run, out)
 
     from trivium.api import load
@@ -85,6 +108,57 @@ def convert(
             "heldout": {"before": first, "after": last, "change": change} if scored else None,
         }
         typer.echo(json.dumps(content, indent=2))
+
+
+def _to_gguf(run: Path, out: Path, pack: bool | None, dtype: str | None, as_json: bool) -> None:
+    if out.exists():
+        raise ValueError(f"{out}: is there already and is not overwritten; choose another file")
+
+    from trivium.api import load
+    from trivium.checkpoint.gguf import check_gguf, write_gguf
+    from trivium.checkpoint.index import check_published
+
+    before = _form(run)
+    check_gguf(check_published(run)[0], dtype or before["dtype"])
+    if pack is None and before["experts"] == "mixed":
+        raise ValueError(f"{run}: some routed experts are packed, some not: say --pack-experts or --unpack-experts")
+    packed = before["experts"] == "packed" and pack is not False
+    # Unpacked in float32 MXFP4 is exact, and a dtype asked for is rounded to once, when it is written.
+    unpacks = not packed and before["experts"] in ("packed", "mixed")
+    model = load(run, experts="packed" if packed else "unpacked", dtype="float32" if unpacks else None)
+    vocabulary = model.tokenizer.vocabulary if model.tokenizer else None
+    name = run.resolve().name
+    write_gguf(
+        model.network, out, vocabulary=vocabulary, dtype=dtype or before["dtype"], pack_experts=bool(pack), name=name
+    )
+    after = {
+        "experts": "none" if before["experts"] == "none" else "packed" if packed or pack else "unpacked",
+        "dtype": dtype or before["dtype"],
+        "num_bytes": out.stat().st_size,
+    }
+    left_out = [
+        what
+        for what, missing in (
+            ("the vision tower", model.config.vision is not None),
+            ("a tokenizer, which the folder does not have", vocabulary is None),
+        )
+        if missing
+    ]
+    if as_json:
+        content = {"run": str(run), "out": str(out), "before": before, "after": after, "left_out": left_out}
+        typer.echo(json.dumps(content, indent=2))
+        return
+    typer.echo(f"{run}: {_in_words(before)}")
+    typer.echo(f"{out}: {_in_words(after)}")
+    for what in left_out:
+        typer.echo(f"without {what}")
+    typer.echo(f"written to {out}")
+
+
+def _beside(run: Path) -> Path:
+    """RUN.gguf, or model.gguf beside a file that was named."""
+    run = run.resolve()
+    return run.with_name(f"{run.name.split('.')[0]}.gguf") if run.is_file() else run.with_name(f"{run.name}.gguf")
 
 
 def _check_new(run: Path, out: Path) -> None:
