@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,46 +12,76 @@ from torch import Tensor
 from trivium.ops import cpu
 
 
+def linear_native(x_TD: Tensor, *weights: Tensor) -> Tensor:
+    return _linear(x_TD, weights)
+
+
 @torch.library.custom_op("trivium::linear", mutates_args=(), device_types="cpu")
-def linear_native(x_TD: Tensor, weight: Tensor) -> Tensor:
+def _linear(x_TD: Tensor, weights: Sequence[Tensor]) -> Tensor:
     x_TD = x_TD.contiguous()
-    y_TN = x_TD.new_empty(*x_TD.shape[:-1], len(weight))
-    M, (N, K) = math.prod(x_TD.shape[:-1]), weight.shape
-    cpu.call("linear", x_TD, weight.contiguous(), y_TN, M, N, K)
+    M, K, ldy = _sizes(x_TD, weights)
+    y_TN = x_TD.new_empty(*x_TD.shape[:-1], ldy)
+    for offset, weight in _beside(weights):
+        cpu.call("linear", x_TD, weight.contiguous(), y_TN, offset, ldy, M, len(weight), K)
     return y_TN
 
 
-@linear_native.register_fake
-def _(x_TD: Tensor, weight: Tensor) -> Tensor:
-    return x_TD.new_empty(*x_TD.shape[:-1], len(weight))
+@_linear.register_fake
+def _(x_TD: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return x_TD.new_empty(*x_TD.shape[:-1], sum(len(weight) for weight in weights))
 
 
 @torch.library.custom_op("trivium::linear_backward", mutates_args=(), device_types="cpu")
-def linear_backward(dy_TN: Tensor, x_TD: Tensor, weight: Tensor, for_x: bool, for_weight: bool) -> list[Tensor]:
-    """dx and dweight, each only where it is asked for, else empty."""
-    dy_TN, x_TD, weight = dy_TN.contiguous(), x_TD.contiguous(), weight.contiguous()
-    dx_TD, d_weight = (torch.empty_like(x if asked else x[:0]) for x, asked in ((x_TD, for_x), (weight, for_weight)))
-    M, (N, K) = math.prod(dy_TN.shape[:-1]), weight.shape
-    if for_x:
-        cpu.call("linear_input_grad", dy_TN, weight, dx_TD, M, N, K)
-    if for_weight:
-        cpu.call("linear_weight_grad", dy_TN, x_TD, d_weight, M, N, K)
-    return [dx_TD, d_weight]
+def _linear_backward(
+    dy_TN: Tensor, x_TD: Tensor, weights: Sequence[Tensor], for_x: bool, for_weights: bool
+) -> list[Tensor]:
+    """dx and every weight's gradient, each only where it is asked for, else empty."""
+    dy_TN, x_TD = dy_TN.contiguous(), x_TD.contiguous()
+    weights = [weight.contiguous() for weight in weights]
+    dx_TD, *d_weights = _like_gradients(x_TD, weights, for_x, for_weights)
+    M, K, ldy = _sizes(x_TD, weights)
+    for (offset, weight), d_weight in zip(_beside(weights), d_weights, strict=True):
+        sizes = (offset, ldy, M, len(weight), K)
+        if for_x:
+            cpu.call("linear_input_grad", dy_TN, weight, dx_TD, *sizes, int(offset > 0))
+        if for_weights:
+            cpu.call("linear_weight_grad", dy_TN, x_TD, d_weight, *sizes)
+    return [dx_TD, *d_weights]
 
 
-@linear_backward.register_fake
-def _(dy_TN: Tensor, x_TD: Tensor, weight: Tensor, for_x: bool, for_weight: bool) -> list[Tensor]:
-    return [torch.empty_like(x if asked else x[:0]) for x, asked in ((x_TD, for_x), (weight, for_weight))]
+@_linear_backward.register_fake
+def _(dy_TN: Tensor, x_TD: Tensor, weights: Sequence[Tensor], for_x: bool, for_weights: bool) -> list[Tensor]:
+    return _like_gradients(x_TD, weights, for_x, for_weights)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _sizes(x_TD: Tensor, weights: Sequence[Tensor]) -> tuple[int, int, int]:
+    return math.prod(x_TD.shape[:-1]), x_TD.shape[-1], sum(len(weight) for weight in weights)
 
 
-def _backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    for_x, for_weight = ctx.needs_input_grad
-    dx_TD, d_weight = linear_backward(dy_TN, *ctx.saved_tensors, for_x, for_weight)
-    return dx_TD if for_x else None, d_weight if for_weight else None
+def _beside(weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Every weight and the column where its outputs begin."""
+    offset = 0
+    for weight in weights:
+        yield offset, weight
+        offset += len(weight)
 
 
-linear_native.register_autograd(_backward, setup_context=_keep)
+def _like_gradients(x_TD: Tensor, weights: Sequence[Tensor], for_x: bool, for_weights: bool) -> list[Tensor]:
+    like = {"memory_format": torch.contiguous_format}
+    dx_TD = torch.empty_like(x_TD, **like) if for_x else x_TD.new_empty(0)
+    return [dx_TD, *(torch.empty_like(w, **like) if for_weights else w.new_empty(0) for w in weights)]
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: Tensor) -> None:
+    x_TD, weights = inputs
+    ctx.save_for_backward(x_TD, *weights)
+
+
+def _backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    x_TD, *weights = ctx.saved_tensors
+    for_x, for_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1])
+    dx_TD, *d_weights = _linear_backward(dy_TN, x_TD, weights, for_x, for_weights)
+    return dx_TD if for_x else None, d_weights if for_weights else [None] * len(weights)
+
+
+_linear.register_autograd(_backward, setup_context=_keep)
