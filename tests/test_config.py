@@ -249,7 +249,9 @@ def test_the_decay_bound_is_what_a_tile_can_hold():
 
 
 def test_an_unknown_preset_is_named():
-    with pytest.raises(ValueError, match="preset: wanted one of k3, k2, nano, micro, mini, bench, bench-xl, got 'huge'"):
+    with pytest.raises(
+        ValueError, match="preset: wanted one of k3, k2, nano, micro, mini, bench, bench-xl, got 'huge'"
+    ):
         preset("huge")
     with pytest.raises(ValueError, match="'k2' is for the cost tables only"):
         model_preset("k2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,10 @@ from trivium.checkpoint.published import Layout, read_published, write_published
 from trivium.config import K3Config
 from trivium.model.kimi_k3 import KimiK3
 from trivium.model.sample import check_sampling, sample
+from trivium.model.state import ModelState
+from trivium.model.step import DecodeState, Stepper, serves
 from trivium.model.trace import trace
-from trivium.ops.backend import NAMES, availability, use_backend
+from trivium.ops.backend import NAMES, availability, choose, use_backend
 from trivium.ops.rows import Rows
 
 __all__ = ["Generation", "Model", "Piece", "load", "trace"]
@@ -207,8 +209,30 @@ class Model:
             hidden_TD, state = self.network(ids_T, Rows.one(len(ids), self.network.device, past), state)
             return self.network.head(hidden_TD[-1:]), state
 
+    def _stepper(self, state: ModelState) -> Callable[[int], Tensor]:
+        """From the next token's id to the logits [1, W] behind it, from this state on: fused where that serves."""
+
+        def by_forward() -> Callable[[int], Tensor]:
+            held = state
+
+            def step(id_: int) -> Tensor:
+                nonlocal held
+                logits_1W, held = self._next([id_], held, held.lengths[0])
+                return logits_1W
+
+            return step
+
+        def fused() -> Callable[[int], Tensor]:
+            stepper, held = Stepper(self.network), DecodeState.of(self.config, state)
+            return lambda id_: stepper(id_, held)[None]
+
+        native = fused if serves(self.network) else None
+        with self._chosen_backend():
+            return choose("decode step", reference=by_forward, torch=by_forward, native=native)()
+
     def _stream(self, prompt_ids, max_tokens, temperature, top_p, generator, stop) -> Iterator[Piece]:
         logits_1W, state = self._next(prompt_ids, self.network.empty_state(1), 0)
+        step = self._stepper(state) if max_tokens > 1 else None
         decoder = self.tokenizer.decoder() if self.tokenizer is not None else None
         held = ""  # text that may still turn out to be the beginning of a stop string
         for count in range(1, max_tokens + 1):
@@ -229,7 +253,7 @@ class Model:
             yield Piece(ids=(id_,), text=held[:ready], logprobs=(logprob,), finish_reason="length" if last else None)
             held = held[ready:]
             if not last:
-                logits_1W, state = self._next([id_], state, state.lengths[0])
+                logits_1W = step(id_)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

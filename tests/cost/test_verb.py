@@ -34,5 +34,7 @@ def test_json_of_a_folder_and_of_a_config_file(path):
 
 
 def test_what_is_neither_a_preset_nor_a_path_is_refused():
-    with pytest.raises(ValueError, match="^model: wanted one of k3, k2, nano, micro, mini, or a config file or folder"):
+    with pytest.raises(
+        ValueError, match="^model: wanted one of k3, k2, nano, micro, mini, bench, bench-xl, or a config file or folder"
+    ):
         run("k4")

@@ -222,10 +222,10 @@ def norm_inputs() -> dict[str, tuple[float, float]]:
         seen[f"o_norm of KDA layer {sum(name.startswith('o_norm') for name in seen)}"] = (rms(result[0]), eps)
         return result
 
-    def attnres(blocks_NTD, sum_TD, *args):  # its norm runs over every source
+    def attnres(blocks, sum_TD, *args):  # its norm runs over every source
         read_idx = sum(name.startswith("read") for name in seen)
-        seen[f"read {read_idx}"] = (min(rms(source_TD) for source_TD in [*blocks_NTD, sum_TD]), eps)
-        return run_attnres(blocks_NTD, sum_TD, *args)
+        seen[f"read {read_idx}"] = (min(rms(source_TD) for source_TD in [*blocks, sum_TD]), eps)
+        return run_attnres(blocks, sum_TD, *args)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(trivium.model.kda, "kda", kda)

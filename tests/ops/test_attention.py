@@ -4,9 +4,11 @@ import pytest
 import torch
 from measure import relative_error
 
-from trivium.ops.attention import latent_absorbed, latent_attention, latent_expanded
+from trivium.ops import cpu
+from trivium.ops.attention import latent_absorbed, latent_attention, latent_expanded, latent_native
+from trivium.ops.attention.native import latent_attention_native
 from trivium.ops.backend import use_backend
-from trivium.ops.rows import Rows
+from trivium.ops.rows import Rows, Tile
 
 H, K, J, V, R = 3, 20, 12, 28, 24
 CASES = [
@@ -114,7 +116,7 @@ def test_memory_is_linear_in_tokens():
             sizes[x.data_ptr()] = x.numel()
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), use_backend("torch"):
             latent_attention(*[x.requires_grad_() for x in args], rows)
         table = rows.table(("attention", 64), lambda: pytest.fail("the op made no such table"))
         # one number for each pair of a query block and a key block: T^2 / 4096, where a mask would be T^2
@@ -136,6 +138,79 @@ def test_a_later_token_changes_no_earlier_bit_behind_a_past(t):
 
     other = [changed(q, t), changed(rest, t), changed(latent, 70 + t), changed(key, 70 + t), kv_b]
     assert torch.equal(latent_attention(*other, rows)[:t], latent_attention(*args, rows)[:t])
+
+
+native = pytest.mark.skipif(cpu.missing is not None, reason=cpu.missing or "")
+
+
+@native
+@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize(("lengths", "past"), [*CASES, ([9], (600,)), ([300, 2], (0, 255))])
+def test_native_forms_are_the_definition_with_their_gradients(absorb, lengths, past):
+    args, rows = inputs(lengths, past)
+    want = run(reference, args, rows)
+    got = run(lambda *leaves: latent_native(*leaves, absorb=absorb), [x.float() for x in args], rows)
+    for x, exact in zip(got, want, strict=True):
+        if exact.norm() > 1e-9:
+            assert relative_error(x, exact) < 5e-6
+
+
+@native
+@pytest.mark.parametrize("absorb", [False, True])
+def test_native_bits_depend_on_neither_threads_nor_cut(absorb):
+    args, rows = inputs([330, 5], dtype=torch.float32)
+
+    def form(*leaves):
+        return latent_native(*leaves, absorb=absorb)
+
+    torch.set_num_threads(1)
+    whole = run(form, args, rows)
+    torch.set_num_threads(3)
+    assert all(torch.equal(one, three) for one, three in zip(whole, run(form, args, rows), strict=True))
+    q, rest, latent, key, kv_b = args
+    for first, last in ((0, 1), (100, 101), (63, 80), (257, 330)):  # keys and queries that were not there change no bit
+        own = slice(first, last)
+        part = form(q[own], rest[own], latent[:last], key[:last], kv_b, Rows.one(last - first, past=first))
+        assert torch.equal(part, whole[0][own])
+
+
+@native
+def test_native_rows_merge_over_many_tiles_as_over_few():
+    # 70 sequences of one token: tiles go through their splits themselves, as a single one's do not
+    args, rows = inputs([1] * 70, past=[600] * 70, dtype=torch.float32)
+    q, rest, latent, key, kv_b = args
+    many = latent_native(*args, rows, absorb=True)
+    for s in (0, 69):
+        own, keys = slice(s, s + 1), slice(601 * s, 601 * (s + 1))
+        alone = latent_native(q[own], rest[own], latent[keys], key[keys], kv_b, Rows.one(1, past=600), absorb=True)
+        assert torch.equal(alone, many[own])
+
+
+@native
+def test_a_tile_has_the_bits_of_its_tokens_whatever_stands_behind():
+    args, _ = inputs([16], past=(304,), dtype=torch.float32)
+    q, rest, latent, key, kv_b = args
+    tile = latent_attention(*args, Tile.at(304, 0, 16))
+    later = [torch.cat([x[:-9], torch.zeros_like(x[-9:])]) for x in (q, rest, latent, key)]
+    assert torch.equal(latent_attention(*later, kv_b, Tile.at(304, 0, 7))[:7], tile[:7])
+
+
+@native
+@pytest.mark.parametrize("absorb", [False, True])
+def test_native_op_is_well_formed(absorb):
+    args, rows = inputs([5, 66], past=(3, 0), dtype=torch.float32)
+    torch.library.opcheck(
+        latent_attention_native, (*[x.requires_grad_() for x in args], rows.starts, rows.past, absorb)
+    )
+
+
+@native
+def test_native_saves_its_inputs_and_outputs():
+    args, rows = inputs([128], dtype=torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        o = latent_native(*[x.requires_grad_() for x in args], rows, absorb=False)
+    assert sum(saved) == sum(x.numel() for x in args) + o.numel() + 128 * H
 
 
 def test_no_tokens():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.balance import (
     count_experts,
@@ -15,8 +16,11 @@ from trivium.ops.balance import (
     route,
     select_experts,
 )
+from trivium.ops.balance.native import route_backward, route_native, select_experts_native
 
-BACKENDS = ("reference", "torch")
+BUILT = pytest.mark.skipif(cpu.missing is not None, reason=f"native: {cpu.missing}")
+FAST = ("torch", pytest.param("native", marks=BUILT))
+ALL = ("reference", *FAST)
 
 
 def distinct_scores(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
@@ -31,7 +35,7 @@ def grid_bias(num_experts: int, seed: int = 0) -> Tensor:
     return torch.randint(-(2**9), 2**9, (num_experts,), generator=draw).float() / 2**10
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_route_by_hand(backend):
     # scores 0.5, 0.8, 0.2, 0.9; the bias lifts expert 2 to 0.95 and holds expert 3 at 0.4: 1 and 2 are taken
     logit_TE = torch.tensor([[0.5, 0.8, 0.2, 0.9]]).logit()
@@ -42,7 +46,7 @@ def test_route_by_hand(backend):
     torch.testing.assert_close(got.scores_TE, torch.tensor([[0.5, 0.8, 0.2, 0.9]]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_equal_sums_go_to_the_lower_id(backend):
     score_TE = torch.tensor([[0.5] * 6, [0.1, 0.9, 0.5, 0.5, 0.5, 0.9], [0.9, 0.2, 0.2, 0.9, 0.9, 0.9]])
     with use_backend(backend):
@@ -62,32 +66,76 @@ def test_topk_equals_the_loop(num_experts, num_active):
         bias_E = grid_bias(num_experts)
         with use_backend("reference"):
             want_TA = select_experts(score_TE, bias_E, num_active)
-        got_TA = select_experts(score_TE, bias_E, num_active)
-        assert torch.equal(got_TA, want_TA) and got_TA.dtype == torch.int64
-        assert got_TA.shape == (len(score_TE), num_active)
+        for backend in ("torch", *(["native"] if cpu.missing is None else [])):
+            with use_backend(backend):
+                got_TA = select_experts(score_TE, bias_E, num_active)
+            assert torch.equal(got_TA, want_TA) and got_TA.dtype == torch.int64
+            assert got_TA.shape == (len(score_TE), num_active)
 
 
-def test_one_tokens_route_does_not_depend_on_the_others():
+@pytest.mark.parametrize("backend", FAST)
+def test_one_tokens_route_does_not_depend_on_the_others(backend):
     draw = torch.Generator().manual_seed(5)
     logit_TE = 3 * torch.randn(60, 37, generator=draw)
     logit_TE[3, :20] = 0.0  # ties, that take the slow way
     bias_E = grid_bias(37) / 4
-    whole = route(logit_TE, bias_E, 6)
+    with use_backend(backend):
+        whole = route(logit_TE, bias_E, 6)
     for num_tokens in (1, 2, 7, 33):
-        parts = [route(part.clone(), bias_E, 6) for part in logit_TE.split(num_tokens)]
+        with use_backend(backend):
+            parts = [route(part.clone(), bias_E, 6) for part in logit_TE.split(num_tokens)]
         for name in ("experts_TA", "weights_TA", "scores_TE"):
             assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
 
 
-def test_a_nan_row_disturbs_no_other():
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("lost", [[4], [0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_a_nan_row_disturbs_no_other(backend, lost):
     logit_TE = distinct_scores(5, 8)
-    want = route(logit_TE, torch.zeros(8), 3)
-    logit_TE[2, 4] = math.nan
-    got = route(logit_TE, torch.zeros(8), 3)
+    with use_backend(backend):
+        want = route(logit_TE, torch.zeros(8), 3)
+        logit_TE[2, lost] = math.nan
+        got = route(logit_TE, torch.zeros(8), 3)
     others = torch.tensor([0, 1, 3, 4])
     assert torch.equal(got.experts_TA[others], want.experts_TA[others])
     assert torch.equal(got.weights_TA[others], want.weights_TA[others])
     assert 0 <= got.experts_TA.min() and got.experts_TA.max() < 8
+    assert all(len(set(experts_A)) == 3 for experts_A in got.experts_TA.tolist())
+
+
+@BUILT
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(0, 5, 2), (1, 1, 1), (40, 48, 4), (33, 19, 7)])
+def test_native_route_equals_the_torch_path_with_its_gradients(num_tokens, num_experts, num_active):
+    draw = torch.Generator().manual_seed(num_tokens)
+    logit_TE = 6 * torch.randn(num_tokens, num_experts, generator=draw)
+    logit_TE[: num_tokens // 4] *= 20  # saturated, both ways
+    bias_E = grid_bias(num_experts)
+    coefficient_TA = torch.randn(num_tokens, num_active, generator=draw)
+    coefficient_TE = torch.randn(num_tokens, num_experts, generator=draw)
+    results = []
+    for backend in ("native", "torch"):
+        x_TE = logit_TE.clone().requires_grad_()
+        with use_backend(backend):
+            got = route(x_TE, bias_E, num_active, scale=1.75)
+        losses = ((got.weights_TA * coefficient_TA).sum(), (got.scores_TE * coefficient_TE).sum())
+        results.append(
+            [got, *(torch.autograd.grad(loss, x_TE, retain_graph=True)[0] for loss in (*losses, sum(losses)))]
+        )
+    (got, *gradients), (want, *wanted) = results
+    assert torch.equal(got.experts_TA, want.experts_TA)
+    torch.testing.assert_close(got.weights_TA, want.weights_TA, rtol=2e-6, atol=1e-12)
+    torch.testing.assert_close(got.scores_TE, want.scores_TE, rtol=1e-6, atol=1e-37)
+    for mine, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@BUILT
+def test_the_custom_ops_hold_to_their_contract():
+    logit_TE, bias_E = distinct_scores(6, 9).requires_grad_(), grid_bias(9)
+    torch.library.opcheck(select_experts_native, (logit_TE.detach(), bias_E, 3))
+    torch.library.opcheck(route_native, (logit_TE, bias_E, 3, 2.5))
+    weights_TA, _, experts_TA = route_native(logit_TE.detach(), bias_E, 3, 2.5)
+    torch.library.opcheck(route_backward, (weights_TA, None, logit_TE.detach(), experts_TA, 2.5))
 
 
 def test_weights_sum_to_the_scale_and_carry_the_gradient():
@@ -104,11 +152,13 @@ def test_weights_sum_to_the_scale_and_carry_the_gradient():
 
 
 def test_scores_of_zero_give_weights_of_zero():
-    got = route(torch.full((1, 4), -200.0), torch.zeros(4), 2)  # exp(-200) is 0 in float32, and 0 / 0 would be nan
-    assert got.scores_TE.tolist() == [[0.0] * 4] and got.weights_TA.tolist() == [[0.0, 0.0]]
+    for backend in ("torch", *(["native"] if cpu.missing is None else [])):
+        with use_backend(backend):
+            got = route(torch.full((1, 4), -200.0), torch.zeros(4), 2)  # exp(-200) is 0 in float32, 0 / 0 would be nan
+        assert got.scores_TE.tolist() == [[0.0] * 4] and got.weights_TA.tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_quantile_balance_by_hand(backend):
     # 4 tokens, 3 experts, top-1, all over 8. t = the second largest = (3, 5, 4, 4); m = floor(4/3) = 1.
     # s - t by expert: 0: (4, 1, 1, 3)   1: (0, 0, -3, -2)   2: (-2, -3, 0, 0); the second largest: 3, 0, 0.
@@ -123,7 +173,7 @@ def test_quantile_balance_by_hand(backend):
     assert chosen[:, 0].tolist() == [0, 1, 2, 0]  # the last token stands on its threshold, 5 to 5: the lower id
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_quantile_balance_of_two_choices_by_hand(backend):
     # 5 tokens, 4 experts, top-2, all over 8. With b = (0, -1, -1, 2) the third largest s + b are t = (3, 1, 4, 2, 4);
     # m = floor(10/4) = 2. s - t by expert: 0: (4, 4, 0, 2, 0)   1: (-1, 1, 3, 0, 2)   2: (1, 0, -1, 1, -3)
@@ -140,7 +190,7 @@ def test_quantile_balance_of_two_choices_by_hand(backend):
 
 @pytest.mark.parametrize("num_tokens", [8, 9, 64, 101])
 @pytest.mark.parametrize("num_active", [1, 3, 7])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_m_tokens_lie_above_their_threshold_for_every_expert(backend, num_tokens, num_active):
     score_NE, bias_E = distinct_scores(num_tokens, 8, seed=num_tokens), grid_bias(8)
     threshold_N = (score_NE + bias_E).sort(1, descending=True).values[:, num_active]
@@ -165,18 +215,20 @@ def test_m_tokens_lie_above_their_threshold_for_every_expert(backend, num_tokens
 
 
 @pytest.mark.parametrize("values", ["distinct", "ties"])
-def test_kthvalue_equals_the_loop(values):
+@pytest.mark.parametrize("backend", FAST)
+def test_kthvalue_equals_the_loop(values, backend):
     for num_tokens, num_experts, num_active in ((24, 6, 2), (50, 7, 6), (7, 7, 1), (33, 16, 4)):
         score_NE = distinct_scores(num_tokens, num_experts)
         score_NE = (score_NE * 8).round() / 8 if values == "ties" else score_NE
         got_E, want_E = grid_bias(num_experts), grid_bias(num_experts)
-        quantile_balance_(got_E, score_NE, num_active)
+        with use_backend(backend):
+            quantile_balance_(got_E, score_NE, num_active)
         with use_backend("reference"):
             quantile_balance_(want_E, score_NE, num_active)
         assert torch.equal(got_E, want_E)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_a_shift_of_all_biases_changes_nothing(backend):
     score_NE = distinct_scores(40, 8)
     bias_E, shifted_E = grid_bias(8), grid_bias(8) + 0.375
@@ -203,7 +255,7 @@ def test_one_update_evens_out_skewed_scores(seed):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_active"), [(0, 2), (1, 2), (3, 2), (9, 8)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_too_few_tokens_or_nothing_to_choose_leaves_the_bias(backend, num_tokens, num_active):
     bias_E = grid_bias(8)
     with use_backend(backend):
@@ -211,7 +263,7 @@ def test_too_few_tokens_or_nothing_to_choose_leaves_the_bias(backend, num_tokens
     assert torch.equal(bias_E, grid_bias(8))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_as_many_choices_as_experts_are_enough_to_balance(backend):
     # N k = n = 2: one token each. All over 8: t = (3, 5), the smaller of each; m = 1.
     # s - t by expert: 0: (2, 1)   1: (0, 0); the second largest: 1, 0. b = (-1, 0), its mean -1/2.

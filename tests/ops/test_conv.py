@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.conv import short_conv
 from trivium.ops.conv.extended import BLOCK_NUMEL
 from trivium.ops.rows import Rows
 
-BACKENDS = ("reference", "torch")
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing)))
+BACKENDS = ("reference", "torch", NATIVE)
 MIXTURES = [(17,), (4, 0, 1, 3, 2), (0, 0, 5), (1, 1, 1, 1), (2, 17, 3, 0, 4, 1), (0,), ()]
 
 
@@ -49,24 +51,25 @@ def test_a_short_sequence_keeps_the_rest_of_its_window(backend):
     assert after_S3X[:, :, 0].tolist() == [[1.0, 2, 3], [5, 6, 20], [9, 30, 31], [40, 41, 42]]
 
 
-@pytest.mark.parametrize("lengths", MIXTURES)
+@pytest.mark.parametrize("lengths", [*MIXTURES, (63,), (64,), (65, 130), (67, 1, 64)])  # the kernel's blocks are of 64
 @pytest.mark.parametrize("carried", [False, True])
-def test_equals_the_loop_with_all_gradients(lengths, carried):
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_equals_the_loop_with_all_gradients(lengths, carried, backend):
     x_TX, weight_X14, window_S3X = case(lengths)
     inputs = [x_TX.requires_grad_(), weight_X14.requires_grad_()]
     inputs += [window_S3X.requires_grad_()] if carried else []
     results = []
-    for backend in BACKENDS:
-        with use_backend(backend):
+    for name in ("reference", backend):
+        with use_backend(name):
             y_TX, after_S3X = short_conv(x_TX, weight_X14, Rows.of(lengths), window_S3X if carried else None)
-        loss = (y_TX * torch.arange(1.0, y_TX.numel() + 1).view_as(y_TX)).sum() + (after_S3X**2).sum()
+        loss = (y_TX * torch.linspace(1.0, 100.0, y_TX.numel()).view_as(y_TX)).sum() + (after_S3X**2).sum()
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         results.append((y_TX, after_S3X, *gradients))
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(want, got, rtol=1e-5, atol=2e-4)  # float32; the loss weighs tokens up to 135
+        torch.testing.assert_close(want, got, rtol=1e-5, atol=2e-4)  # float32; the loss weighs tokens up to 100
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS[:2])  # the kernel serves float32
 def test_equals_the_frameworks_convolution(backend):
     x_TX, weight_X14, _ = case([40], width=7, dtype=torch.float64)
     want_TX = F.silu(F.conv1d(F.pad(x_TX.T, (3, 0))[None], weight_X14, groups=7))[0].T
@@ -81,7 +84,13 @@ def test_gradients_in_float64():
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK_NUMEL // 4096 + shift for shift in (-4, -3, -2, 0, 1, 40)])
-def test_blocks_leave_no_seam(num_tokens):
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_blocks_leave_no_seam(num_tokens, backend):
+    with use_backend(backend):
+        _check_seams(num_tokens)
+
+
+def _check_seams(num_tokens):
     x_TX, weight_X14, window_S3X = (x.requires_grad_() for x in case([num_tokens], width=4096))
     whole = short_conv(x_TX, weight_X14, Rows.one(num_tokens), window_S3X)
     d_whole = torch.autograd.grad(whole[0].square().sum(), (x_TX, weight_X14, window_S3X))
@@ -122,6 +131,24 @@ def test_packed_equals_alone_bitwise(lengths, width):
         alone = short_conv(part_TX, weight_X14, Rows.one(lengths[s]), window_S3X[s : s + 1])
         assert torch.equal(alone[0], y_TX.split(lengths)[s])
         assert torch.equal(alone[1][0], after_S3X[s])
+
+
+@pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing))
+@pytest.mark.parametrize("width", [5, 300])
+def test_one_thread_and_two_give_the_same_bits(width):
+    x_TX, weight_X14, window_S3X = (x.requires_grad_() for x in case((200, 0, 1, 90), width=width))
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        outputs = short_conv(x_TX, weight_X14, Rows.of((200, 0, 1, 90)), window_S3X)
+        loss = sum(y.square().sum() for y in outputs)
+        results.append((*outputs, *torch.autograd.grad(loss, (x_TX, weight_X14, window_S3X))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing))
+def test_the_custom_op_keeps_torchs_rules():
+    torch.library.opcheck(torch.ops.trivium.short_conv, (*(x.requires_grad_() for x in case((4, 0, 2))), (0, 4, 4, 6)))
 
 
 def test_nothing_reaches_back_or_across():

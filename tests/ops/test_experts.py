@@ -7,13 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.balance import route
 from trivium.ops.experts import experts, experts_tile, grouped
 from trivium.ops.experts.grouped import MOST_PADDING
+from trivium.ops.experts.native import _experts, _experts_backward
 from trivium.ops.mxfp4 import PackedWeight, pack, unpack
 
 BACKENDS = ("reference", "torch")
+BUILT = pytest.mark.skipif(cpu.missing is not None, reason=f"native: {cpu.missing}")
+FAST = ("torch", pytest.param("native", marks=BUILT))
+ALL = ("reference", *FAST)
 LAYOUTS = {"padded": 1e9, "one by one": 0.0, "chosen": MOST_PADDING}
 NUM_EXPERTS, L, FF = 7, 5, 6
 
@@ -53,16 +58,18 @@ def value_and_gradients(backend: str, latent_TL: Tensor, experts_TA: Tensor, res
     return [y_TL.detach(), *gradients]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_one_token_by_hand(backend):
     # L = F = 1, wide bounds: expert e says w2·silu(w1·z)·(w3·z). z = 2; experts 0 and 2 with weights 0.25 and 0.75.
-    w1, w3, w2 = (torch.tensor(v).view(3, 1, 1).double() for v in ([0.5, 9.0, 1.0], [3.0, 9.0, -1.0], [1.0, 9.0, 2.0]))
-    z_TL, weights_TA = torch.tensor([[2.0]]).double(), torch.tensor([[0.25, 0.75]]).double()
+    dtype = torch.float32 if backend == "native" else torch.float64
+    w1, w3, w2 = (torch.tensor(v, dtype=dtype).view(3, 1, 1) for v in ([0.5, 9, 1], [3.0, 9, -1], [1.0, 9, 2]))
+    z_TL, weights_TA = torch.tensor([[2.0]], dtype=dtype), torch.tensor([[0.25, 0.75]], dtype=dtype)
     silu = {x: x / (1 + math.exp(-x)) for x in (1.0, 2.0)}
     want = 0.25 * 1 * silu[1.0] * 6 + 0.75 * 2 * silu[2.0] * -2
+    bound = 1e3 if backend == "native" else 1e6  # tanh(x / bound) · bound is x - x³/3 bound²
     with use_backend(backend):
-        y_TL = experts(z_TL, torch.tensor([[0, 2]]), weights_TA, w1, w3, w2, bound=1e6, up_bound=1e6)
-    assert y_TL.item() == pytest.approx(want, rel=1e-9)
+        y_TL = experts(z_TL, torch.tensor([[0, 2]]), weights_TA, w1, w3, w2, bound=bound, up_bound=bound)
+    assert y_TL.item() == pytest.approx(want, rel=1e-5 if backend == "native" else 1e-9)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 9, 40])
@@ -71,6 +78,57 @@ def test_grouped_equals_the_loop_with_all_gradients(layout, num_tokens, num_acti
     inputs = case(num_tokens, num_active)
     for got, want in zip(value_and_gradients("torch", *inputs), value_and_gradients("reference", *inputs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # float32, sums of up to 40 tokens in another order
+
+
+# id 0 is chosen by most tokens: 600 of 700 are two tiles of the backward, and three of the forward
+@BUILT
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 9, 40, 700])
+@pytest.mark.parametrize("sizes", [(NUM_EXPERTS, L, FF), (12, 96, 64), (5, 33, 47), (4, 300, 280)])
+def test_native_equals_the_loop_with_all_gradients(num_tokens, sizes):
+    latent_TL, experts_TA, (weights_TA, *matrices) = case(num_tokens, sizes=sizes)
+    inputs = latent_TL, experts_TA, [weights_TA, *(w / w.shape[2] ** 0.5 for w in matrices)]
+    wide = latent_TL.double(), experts_TA, [x.double() for x in inputs[2]]
+    for got, want in zip(value_and_gradients("native", *inputs), value_and_gradients("torch", *wide), strict=True):
+        scale = want.abs().max().item() if want.numel() else 1.0
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=3e-6 * scale)  # float32 beside float64
+
+
+@BUILT
+def test_native_bits_do_not_depend_on_the_threads_or_on_what_is_kept():
+    latent_TL, experts_TA, rest = case(700, sizes=(12, 96, 64))
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append(value_and_gradients("native", latent_TL, experts_TA, rest))
+    with torch.no_grad():  # gate and up are then not kept
+        results.append([experts(latent_TL, experts_TA, *rest, bound=2.0, up_bound=9.0)])
+    for other in results[1:]:
+        assert all(torch.equal(got, want) for got, want in zip(other, results[0], strict=False))
+
+
+@BUILT
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_custom_ops_hold_to_their_contract(keep):
+    latent_TL, experts_TA, rest = case(9)
+    tensors = [x.requires_grad_() for x in (latent_TL, *rest)]
+    torch.library.opcheck(_experts, (*tensors, experts_TA, None, None, None, 2.0, 9.0, keep))
+    with torch.no_grad():
+        y_TL, gate_MF, up_MF = _experts(*tensors, experts_TA, None, None, None, 2.0, 9.0, keep)
+    inputs = [x.detach() for x in (y_TL, *tensors)]
+    torch.library.opcheck(
+        _experts_backward, (*inputs, experts_TA, None, None, None, gate_MF, up_MF, 2.0, 9.0, True, True)
+    )
+
+
+@BUILT
+def test_gate_and_up_that_were_not_kept_are_computed_again():
+    latent_TL, experts_TA, rest = case(40)
+    results = []
+    for keep in (True, False):
+        inputs = [x.detach().requires_grad_() for x in (latent_TL, *rest)]
+        y_TL, _, _ = _experts(*inputs, experts_TA, None, None, None, 2.0, 9.0, keep)
+        results.append(torch.autograd.grad(y_TL.square().sum(), inputs))
+    assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("num_tokens", [9, 33])
@@ -86,28 +144,33 @@ def test_gradients_in_float64(layout):
     assert torch.autograd.gradcheck(lambda z, *more: experts(z, experts_TA, *more, bound=2.0, up_bound=5.0), inputs)
 
 
-def test_an_expert_without_tokens_has_gradients_of_exactly_zero(layout):
-    _, d_latent, d_weights, *d_matrices = value_and_gradients("torch", *case(20))
+@pytest.mark.parametrize("backend", FAST)
+def test_an_expert_without_tokens_has_gradients_of_exactly_zero(layout, backend):
+    _, d_latent, d_weights, *d_matrices = value_and_gradients(backend, *case(20))
     for d_matrix in d_matrices:
         assert (d_matrix[2] == 0).all()
         assert all((d_matrix[e] != 0).any() for e in (0, 1, 3, 4, 5, 6))
     assert d_latent.isfinite().all() and d_weights.isfinite().all()
 
 
-def test_only_what_is_asked_for_is_computed(layout):
+@pytest.mark.parametrize("backend", FAST)
+def test_only_what_is_asked_for_is_computed(layout, backend):
     latent_TL, experts_TA, (weights_TA, *matrices) = case(9)
     want = value_and_gradients("reference", latent_TL, experts_TA, [weights_TA, *matrices])
     latent_TL.requires_grad_()
-    y_TL = experts(latent_TL, experts_TA, weights_TA, *matrices, bound=2.0, up_bound=9.0)
+    with use_backend(backend):
+        y_TL = experts(latent_TL, experts_TA, weights_TA, *matrices, bound=2.0, up_bound=9.0)
     (y_TL * torch.linspace(-1, 1, y_TL.numel()).view_as(y_TL)).sum().backward()
     torch.testing.assert_close(latent_TL.grad, want[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_token_lost_in_nan_spoils_no_other(layout):
+@pytest.mark.parametrize("backend", FAST)
+def test_a_token_lost_in_nan_spoils_no_other(layout, backend):
     latent_TL, experts_TA, rest = case(12)
-    want_TL = experts(latent_TL, experts_TA, *rest)
-    latent_TL[5] = math.nan
-    got_TL = experts(latent_TL, experts_TA, *rest)
+    with use_backend(backend):
+        want_TL = experts(latent_TL, experts_TA, *rest)
+        latent_TL[5] = math.nan
+        got_TL = experts(latent_TL, experts_TA, *rest)
     others = torch.arange(12) != 5
     torch.testing.assert_close(got_TL[others], want_TL[others])
     assert got_TL[5].isnan().all()
@@ -151,7 +214,7 @@ def packed_case(num_tokens: int) -> tuple[Tensor, Tensor, Tensor, list[PackedWei
     return latent_TL, experts_TA, weights_TA, packed, [unpack(p, s) for p, s in bytes_of]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_packed_experts_equal_unpacked_ones(backend):
     latent_TL, experts_TA, weights_TA, packed, dense = packed_case(11)
     results = []
@@ -162,32 +225,52 @@ def test_packed_experts_equal_unpacked_ones(backend):
         results.append([y_TL, *torch.autograd.grad(y_TL.square().sum(), inputs)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+        assert backend != "native" or torch.equal(got, want)
+
+
+@BUILT
+def test_native_takes_packed_and_dense_matrices_side_by_side():
+    latent_TL, experts_TA, weights_TA, packed, dense = packed_case(20)
+    want_TL = experts(latent_TL, experts_TA, weights_TA, *dense)
+    for mixed in ((packed[0], dense[1], dense[2]), (dense[0], packed[1], packed[2])):
+        latent_TL.requires_grad_()
+        y_TL = experts(latent_TL, experts_TA, weights_TA, *mixed)
+        assert torch.equal(y_TL, want_TL)
+        assert torch.autograd.grad(y_TL.sum(), latent_TL)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_the_tile_equals_the_grouped_ones(kind):
     latent_TL, experts_TA, weights_TA, packed, dense = packed_case(16)
     matrices = packed if kind == "packed" else dense
-    got_TL = experts_tile(latent_TL, experts_TA, weights_TA, *matrices)
-    torch.testing.assert_close(got_TL, experts(latent_TL, experts_TA, weights_TA, *matrices), rtol=1e-4, atol=1e-2)
     with use_backend("reference"):
         want_TL = experts_tile(latent_TL, experts_TA, weights_TA, *matrices)
-    torch.testing.assert_close(got_TL, want_TL, rtol=1e-4, atol=1e-2)  # values near 1e3
+    for backend in ("torch", *(["native"] if cpu.missing is None else [])):
+        with use_backend(backend):
+            got_TL = experts_tile(latent_TL, experts_TA, weights_TA, *matrices)
+            grouped_TL = experts(latent_TL, experts_TA, weights_TA, *matrices)
+        torch.testing.assert_close(got_TL, grouped_TL, rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(got_TL, want_TL, rtol=1e-4, atol=1e-2)  # values near 1e3
 
 
 @pytest.mark.parametrize("sizes", [(NUM_EXPERTS, L, FF), (12, 96, 64), (5, 33, 47)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tile_rows_bits_do_not_depend_on_the_other_rows(sizes, dtype):
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("torch", torch.float32), ("torch", torch.bfloat16), pytest.param("native", torch.float32, marks=BUILT)],
+)
+def test_a_tile_rows_bits_do_not_depend_on_the_other_rows(sizes, backend, dtype):
     latent_TL, experts_TA, rest = case(16, dtype=dtype, sizes=sizes)
     weights_TA, *matrices = rest
-    y_TL = experts_tile(latent_TL, experts_TA, *rest)
+    with use_backend(backend):
+        y_TL = experts_tile(latent_TL, experts_TA, *rest)
     other_TL, other_TA, (other_weights_TA, *_) = case(16, dtype=dtype, sizes=sizes, seed=1)
     for row in range(16):
         mine = torch.arange(16) == row
         changed = [torch.where(mine[:, None], a, b) for a, b in ((latent_TL, other_TL), (weights_TA, other_weights_TA))]
         for company_TA in (other_TA, torch.full_like(experts_TA, -1), experts_TA[row].expand(16, -1)):
             chosen_TA = torch.where(mine[:, None], experts_TA, company_TA)
-            got_TL = experts_tile(changed[0], chosen_TA, changed[1], *matrices)
+            with use_backend(backend):
+                got_TL = experts_tile(changed[0], chosen_TA, changed[1], *matrices)
             assert torch.equal(got_TL[row], y_TL[row])
 
 
@@ -196,7 +279,7 @@ def test_unused_rows_of_a_tile_are_zero_whatever_they_hold():
     y_TL = experts_tile(latent_TL, experts_TA, weights_TA, *matrices)
     unused = torch.tensor([1, 6, 7])
     latent_TL[unused], weights_TA[unused], experts_TA[unused] = math.nan, math.nan, -1
-    for backend in BACKENDS:
+    for backend in (*BACKENDS, *(["native"] if cpu.missing is None else [])):
         with use_backend(backend):
             got_TL = experts_tile(latent_TL, experts_TA, weights_TA, *matrices)
         assert (got_TL[unused] == 0).all()
@@ -233,8 +316,9 @@ def test_bad_input_is_named():
             op(latent_TL, ids_TA, weights_TA, w1, w3, w2)
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("T", [1, 2, 5, 15, 16, 17, 64, 150])
-def test_a_later_token_changes_no_earlier_bit(T):
+def test_a_later_token_changes_no_earlier_bit(T, backend):
     generator = torch.Generator().manual_seed(0)
     E, A, L, width = 12, 3, 40, 24
 
@@ -243,16 +327,19 @@ def test_a_later_token_changes_no_earlier_bit(T):
 
     latent_TL, w1, w3, w2 = normal(200, L), normal(E, width, L), normal(E, width, L), normal(E, L, width)
     chosen = route(normal(200, E), torch.zeros(E), A)
-    whole = experts(latent_TL, chosen.experts_TA, chosen.weights_TA, w1, w3, w2)
-    head = experts(latent_TL[:T], chosen.experts_TA[:T], chosen.weights_TA[:T], w1, w3, w2)
-    assert torch.equal(head, whole[:T])
     # and when all later tokens crowd onto one expert, so that another way of multiplying is taken
     crowd_TA = torch.cat([chosen.experts_TA[:T], torch.arange(A).expand(200 - T, A)])
-    assert torch.equal(experts(latent_TL, crowd_TA, chosen.weights_TA, w1, w3, w2)[:T], whole[:T])
+    with use_backend(backend):
+        whole = experts(latent_TL, chosen.experts_TA, chosen.weights_TA, w1, w3, w2)
+        head = experts(latent_TL[:T], chosen.experts_TA[:T], chosen.weights_TA[:T], w1, w3, w2)
+        crowded = experts(latent_TL, crowd_TA, chosen.weights_TA, w1, w3, w2)
+    assert torch.equal(head, whole[:T])
+    assert torch.equal(crowded[:T], whole[:T])
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("T", [5, 40, 400])  # segments, then padded
-def test_an_expert_without_tokens_has_no_gradient_even_if_its_weights_are_nan(T):
+def test_an_expert_without_tokens_has_no_gradient_even_if_its_weights_are_nan(T, backend):
     generator = torch.Generator().manual_seed(0)
     w1, w3, w2 = (torch.randn(s, generator=generator) for s in ((6, 12, 16), (6, 12, 16), (6, 16, 12)))
     for w in (w1, w3, w2):
@@ -260,7 +347,8 @@ def test_an_expert_without_tokens_has_no_gradient_even_if_its_weights_are_nan(T)
         w.requires_grad_()
     experts_TA = torch.rand(T, 5, generator=generator).argsort(-1)[:, :2].sort(-1).values
     latent_TL = torch.randn(T, 16, generator=generator)
-    y_TL = experts(latent_TL, experts_TA, torch.full((T, 2), 0.5), w1, w3, w2)
+    with use_backend(backend):
+        y_TL = experts(latent_TL, experts_TA, torch.full((T, 2), 0.5), w1, w3, w2)
     y_TL.sum().backward()
     assert y_TL.isfinite().all()
     for w in (w1, w3, w2):

@@ -1,18 +1,28 @@
 """KDA's laws: the chunk form is the recurrence, the recurrence is the delta rule, and nothing leaks."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from measure import relative_error
 
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.kda import kda, kda_chunk_terms, kda_gate, kda_recurrent, l2_norm
 from trivium.ops.rows import Rows
 
 H, K, V = 2, 29, 23  # K and V differ, so that a transposed state cannot pass, and fill no vector register
 NAMES = ("o", "state", "q", "k", "v", "decay_in", "beta_in", "A_log", "dt_bias", "state_in")
+HAS_NATIVE = pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing))
+BACKENDS = ["torch", pytest.param("native", marks=HAS_NATIVE)]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 257]  # both sides of a tile of 16 and of a chunk of 64
+
+
+@pytest.fixture(params=BACKENDS)
+def each_backend(request):
+    with use_backend(request.param):
+        yield request.param
 
 
 def inputs(lengths, *, seed=0, gate_at=-4.0, past=(), **changes):
@@ -38,9 +48,9 @@ def inputs(lengths, *, seed=0, gate_at=-4.0, past=(), **changes):
 
 
 def run(case, rows, dtype=torch.float32, backend="torch", **options):
-    """Outputs and the gradients of a fixed random sum of them, by name."""
+    """Outputs and the gradients of a fixed random sum of them, by name; backend None is the one in use."""
     leaves = [x.to(dtype).requires_grad_() for x in case.values()]
-    with use_backend(backend):
+    with use_backend(backend) if backend else nullcontext():
         outputs = kda(*leaves[:7], rows, leaves[7], **options)
     generator = torch.Generator().manual_seed(7)
     loss = sum((x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in outputs)
@@ -87,12 +97,15 @@ def test_chunks_equal_the_recurrence(T, regime):
     case, rows = inputs([T], seed=T, **REGIMES[regime](T))
     want = run(case, rows, torch.float64, "reference")
     exact = run(case, rows, torch.float64)
-    single = run(case, rows, torch.float32)
     for name in NAMES:
         assert relative_error(exact[name], want[name]) < 1e-11, name
-        # The gate's gradient where it saturates: down to 1e-19, a sum over tokens of numbers that nearly cancel.
-        bound = 1e-4 if name == "A_log" and regime in SATURATED else 1e-5
-        assert relative_error(single[name], want[name]) < bound, (name, relative_error(single[name], want[name]))
+    for backend in ("torch",) if cpu.missing else ("torch", "native"):
+        single = run(case, rows, torch.float32, backend)
+        for name in NAMES:
+            # The gate's gradient where it saturates: down to 1e-19, a sum over tokens of numbers that nearly cancel.
+            bound = 1e-4 if name == "A_log" and regime in SATURATED else 1e-5
+            error = relative_error(single[name], want[name])
+            assert error < bound, (backend, name, error)
 
 
 def test_packed_sequences_equal_the_recurrence_with_their_maps():
@@ -100,8 +113,10 @@ def test_packed_sequences_equal_the_recurrence_with_their_maps():
     with use_backend("reference"):
         want = kda(*list(case.values())[:7], rows, case["state"], with_map=True)
     got = kda(*list(case.values())[:7], rows, case["state"], with_map=True)
-    for a, b in zip(got, want, strict=True):
+    single = kda(*(x.float() for x in list(case.values())[:7]), rows, case["state"].float(), with_map=True)
+    for a, b, c in zip(got, want, single, strict=True):
         assert relative_error(a, b) < 1e-12
+        assert relative_error(c, b) < 1e-6
     _, state, A, B = got
     torch.testing.assert_close(A @ case["state"] + B, state)  # S_out = A S_in + B, an empty sequence's A is I
     torch.testing.assert_close(A[1], torch.eye(K, dtype=A.dtype).expand(H, K, K))
@@ -201,6 +216,7 @@ def test_published_terms_are_those_of_the_recurrence():
 
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17, 63, 64, 65, 130])
+@pytest.mark.usefixtures("each_backend")
 def test_a_later_token_changes_no_earlier_bit(T):
     case, rows = inputs([200])
     single = [x.float() for x in case.values()]
@@ -213,7 +229,7 @@ def test_a_later_token_changes_no_earlier_bit(T):
 
 
 @pytest.mark.parametrize("cut", [1, 16, 37, 64, 99])
-def test_any_cut_with_the_state_carried_equals_the_whole(cut):
+def test_any_cut_with_the_state_carried_equals_the_whole(cut, each_backend):
     case, rows = inputs([100])
     single = [x.float() for x in case.values()]
     want_o, want_state = kda(*single[:7], rows, single[7])
@@ -221,11 +237,12 @@ def test_any_cut_with_the_state_carried_equals_the_whole(cut):
     tail = [x[cut:] if x.shape[0] == 100 else x for x in single]
     o1, state = kda(*head[:7], Rows.one(cut), head[7])
     o2, state = kda(*tail[:7], Rows.one(100 - cut, past=cut), state)
-    torch.testing.assert_close(torch.cat([o1, o2]), want_o, rtol=1e-5, atol=1e-5)  # float32, other chunks
-    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-5)
+    tolerance = 0 if each_backend == "native" else 1e-5  # float32, other chunks; the recurrence has none
+    torch.testing.assert_close(torch.cat([o1, o2]), want_o, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state, want_state, rtol=tolerance, atol=tolerance)
 
 
-def test_decode_equals_prefill():
+def test_decode_equals_prefill(each_backend):
     case, rows = inputs([70, 70], past=())
     single = [x.float() for x in case.values()]
     want, want_state = kda(*single[:7], rows, single[7])
@@ -234,8 +251,9 @@ def test_decode_equals_prefill():
         token = [x[[t, 70 + t]] if x.shape[0] == 140 else x for x in single]
         o, state = kda(*token[:7], Rows.of([1, 1], past=(t, t)), state)
         got.append(o)
-    torch.testing.assert_close(torch.stack(got, 1).flatten(0, 1), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, want_state, rtol=1e-5, atol=1e-5)
+    tolerance = 0 if each_backend == "native" else 1e-5
+    torch.testing.assert_close(torch.stack(got, 1).flatten(0, 1), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state, want_state, rtol=tolerance, atol=tolerance)
 
 
 def test_a_step_leaves_sequences_without_a_token_alone():
@@ -247,6 +265,7 @@ def test_a_step_leaves_sequences_without_a_token_alone():
     assert torch.equal(got[1][1], case["state"][1])
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_packed_equals_alone_bit_for_bit():
     lengths = [5, 0, 70, 16, 130]
     case, rows = inputs(lengths)
@@ -260,7 +279,7 @@ def test_packed_equals_alone_bit_for_bit():
         assert torch.equal(state[0], states[s])
 
 
-def test_backward_keeps_tokens_and_one_state_a_chunk():
+def test_backward_keeps_tokens_and_one_state_a_chunk(each_backend):
     T = 640
     case, rows = inputs([T])
     leaves = [x.float().requires_grad_() for x in case.values()]
@@ -272,8 +291,10 @@ def test_backward_keeps_tokens_and_one_state_a_chunk():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         kda(*leaves[:7], rows, leaves[7])
-    per_token = H * (3 * K + V + 1 + V)  # the inputs, and each token's new value
-    assert sum(saved.values()) <= T * per_token + (T // 64) * H * K * V + H * K + H
+    inputs_of_a_token = H * (3 * K + 1 + (V if each_backend == "torch" else 0))
+    per_token = inputs_of_a_token + H * V  # and each token's new value, or what it missed
+    num_states = T // (64 if each_backend == "torch" else 32)
+    assert sum(saved.values()) <= T * per_token + num_states * H * K * V + H * K + H
 
 
 def test_nothing_is_kept_or_allocated_per_chunk_without_gradients():
@@ -285,8 +306,10 @@ def test_nothing_is_kept_or_allocated_per_chunk_without_gradients():
     assert out.grad_fn is None
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_tokens(dtype):
     case, rows = inputs([0, 0])
+    case = {name: x.to(dtype) for name, x in case.items()}
     o, state = kda(*list(case.values())[:7], rows, case["state"])
     assert o.shape == (0, H, V) and torch.equal(state, case["state"])
 
@@ -314,9 +337,72 @@ def test_wrong_shapes_and_bounds_are_named():
         kda(*args[:7], Rows.one(3))
 
 
+@pytest.mark.usefixtures("each_backend")
 def test_the_lowest_bound_allowed_is_finite():
     case, rows = inputs([64], decay_in=torch.full((64, H, K), 60.0, dtype=torch.float64))
-    got = run(case, rows, torch.float32, lower_bound=-5.8)
+    got = run(case, rows, torch.float32, None, lower_bound=-5.8)
     want = run(case, rows, torch.float64, "reference", lower_bound=-5.8)
     assert all(x.isfinite().all() for x in got.values())
     assert relative_error(got["o"], want["o"]) < 1e-5
+
+
+@HAS_NATIVE
+@pytest.mark.parametrize("lengths", [[40], [5, 0, 70, 33]])
+@pytest.mark.parametrize("shape", [(3, 7, 70), (3, 64, 64), (1, 40, 33), (5, 1, 1)])
+def test_one_thread_and_more_give_the_same_bits(shape, lengths):
+    heads, k, v = shape  # with 3 heads of more than one block of columns, threads share a head's blocks
+    generator = torch.Generator().manual_seed(3)
+    rows = Rows.of(lengths)
+    T, S = rows.num_tokens, rows.num_sequences
+    sizes = [
+        (T, heads, k),
+        (T, heads, k),
+        (T, heads, v),
+        (T, heads, k),
+        (T, heads),
+        (heads,),
+        (heads, k),
+        (S, heads, k, v),
+    ]
+    leaves = [torch.randn(size, generator=generator).requires_grad_() for size in sizes]
+    weights = [torch.randn(size, generator=generator) for size in (sizes[2], sizes[7])]
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        outputs = kda(*leaves[:7], rows, leaves[7])
+        loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
+        results.append((*outputs, *torch.autograd.grad(loss, leaves)))
+    with use_backend("reference"):
+        outputs = kda(*leaves[:7], rows, leaves[7])
+    loss = sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))
+    want = (*outputs, *torch.autograd.grad(loss, leaves))
+    for name, one, two, five, reference in zip(NAMES, *results, want, strict=True):
+        assert torch.equal(one, two) and torch.equal(one, five), name
+        torch.testing.assert_close(one, reference, rtol=1e-4, atol=1e-4)  # float32 on both sides
+
+
+@HAS_NATIVE
+def test_parts_of_joined_projections_need_no_copy_and_change_no_bit():
+    case, rows = inputs([40])
+    single = [x.float() for x in case.values()]
+    joined = torch.cat([x.flatten(1) for x in single[:3]], dim=-1)
+    parts = joined.split([H * K, H * K, H * V], dim=-1)
+    views = [x.unflatten(-1, (H, -1)) for x in parts]
+    torch.testing.assert_close(kda(*views, *single[3:7], rows), kda(*single[:7], rows), rtol=0, atol=0)
+
+
+@HAS_NATIVE
+def test_a_token_that_is_nan_reaches_no_earlier_one():
+    case, rows = inputs([40, 3])
+    single = [x.float() for x in case.values()]
+    single[2][20] = math.nan
+    o, state = kda(*single[:7], rows, single[7])
+    assert o[:20].isfinite().all() and o[40:].isfinite().all() and state[1].isfinite().all()
+    assert o[20:40].isnan().all() and state[0].isnan().all()
+
+
+@HAS_NATIVE
+def test_the_custom_op_keeps_torchs_rules():
+    case, rows = inputs([5, 0, 2])
+    leaves = [x.float().requires_grad_() for x in case.values()]
+    torch.library.opcheck(torch.ops.trivium.kda, (*leaves, rows.starts, -5.0, True))

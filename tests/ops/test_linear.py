@@ -10,8 +10,8 @@ from trivium.ops.backend import use_backend
 from trivium.ops.linear import linear
 
 native = pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing))
-# Around the tile (6 or 14 rows, 8 to 32 columns) and the block of 256 of the inner dimension.
-SHAPES = [(0, 3, 4), (1, 1, 1), (5, 33, 7), (14, 32, 256), (15, 65, 257), (37, 6, 600), (200, 1030, 16), (3, 4, 0)]
+# Around the tile (6 or 14 rows, 8 to 32 columns) and the block of 512 of the inner dimension.
+SHAPES = [(0, 3, 4), (1, 1, 1), (5, 33, 7), (14, 32, 512), (15, 65, 513), (37, 6, 600), (200, 1030, 16), (3, 4, 0)]
 
 
 def random_case(shape):

@@ -1,15 +1,21 @@
 """MXFP4: the format byte by byte, the round trip, the rounding of values and of scales."""
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.mxfp4 import PackedWeight, pack, unpack
+from trivium.ops.mxfp4.native import _unpack, pack_native
 
 BACKENDS = ("reference", "torch")
+BUILT = pytest.mark.skipif(cpu.missing is not None, reason=f"native: {cpu.missing}")
+FAST = ("torch", pytest.param("native", marks=BUILT))
+ALL = ("reference", *FAST)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -30,7 +36,7 @@ def random_bytes(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
     return packed, torch.randint(0, 255, (*shape[:-1], shape[-1] // 32), dtype=torch.uint8, generator=draw)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_a_row_by_hand(backend):
     # columns 0..31: codes 1, 2, 15, 8 and zeros; scale 128 = 2
     packed = torch.tensor([[0x21, 0x8F] + [0] * 14], dtype=torch.uint8)
@@ -40,8 +46,13 @@ def test_a_row_by_hand(backend):
     assert weight[0, 3].signbit() and not weight[0, 4].signbit()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *itertools.product(BACKENDS, (torch.float64, torch.float32, torch.bfloat16)),
+        pytest.param("native", torch.float32, marks=BUILT),
+    ],
+)
 def test_decodes_exactly_at_every_scale(backend, dtype):
     packed, scale = every_code_and_scale()
     value = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -61,7 +72,7 @@ def test_decodes_exactly_at_every_scale(backend, dtype):
         )  # codes, signs, scales 254 and 253
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_scale_255_is_nan(backend):
     with use_backend(backend):
         assert unpack(torch.ones(1, 16, dtype=torch.uint8), torch.tensor([[255]], dtype=torch.uint8)).isnan().all()
@@ -104,8 +115,13 @@ def test_backends_agree_byte_for_byte(dtype):
         assert torch.equal(bits(unpack(*want, to)), bits(value))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *itertools.product(BACKENDS, (torch.float64, torch.float32)),
+        pytest.param("native", torch.float32, marks=BUILT),
+    ],
+)
 def test_rounds_to_nearest_and_ties_to_the_even_code(backend, dtype):
     ties = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}
     below = {0.25: 0.0, 0.75: 0.5, 1.25: 1.0, 1.75: 1.5, 2.5: 2.0, 3.5: 3.0, 5.0: 4.0}
@@ -122,7 +138,7 @@ def test_rounds_to_nearest_and_ties_to_the_even_code(backend, dtype):
     assert got[2, :7].tolist() == [-v for v in above.values()]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_no_other_scale_keeps_the_largest_of_a_group_better(backend):
     draw = torch.Generator().manual_seed(3)
     weight = torch.randn(512, 32, generator=draw) * torch.exp2(torch.randint(-20, 20, (512, 1), generator=draw))
@@ -154,20 +170,42 @@ def test_no_other_scale_keeps_the_largest_of_a_group_better(backend):
         (0.0, 0, 0.0),
     ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_the_rule_of_the_scale(backend, largest, scale, decoded):
     with use_backend(backend):
         packed, got = pack(torch.tensor([[-largest, *[0.0] * 31]]))
         assert (got.item(), unpack(packed, got)[0, 0].item()) == (scale, -decoded)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_negative_zero_keeps_its_sign(backend):
     weight = torch.tensor([[-0.0, 0.0, -0.1, 6.0] * 8])
     with use_backend(backend):
         got = unpack(*pack(weight))
     assert got.signbit()[0, :4].tolist() == [True, False, True, False]
     assert got[0, :3].tolist() == [0.0, 0.0, 0.0]
+
+
+@BUILT
+@pytest.mark.parametrize("shape", [(0, 32), (1, 32), (7, 96), (3, 5, 1024), (300, 64)])
+def test_native_equals_the_others_byte_for_byte(shape):
+    draw = torch.Generator().manual_seed(5)
+    weight = torch.randn(shape, generator=draw, dtype=torch.float64)
+    weight *= torch.exp2(torch.randint(-150, 127, (*shape[:-1], 1), generator=draw))  # also subnormal and zero groups
+    weight = weight.clamp(-3e38, 3e38).float()
+    packed, scale = random_bytes(6, *shape)
+    results = []
+    for backend in ("torch", "native"):
+        with use_backend(backend):
+            results.append((*pack(weight), bits(unpack(packed, scale)), bits(unpack(*pack(weight)))))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+@BUILT
+def test_the_custom_ops_hold_to_their_contract():
+    torch.library.opcheck(pack_native, (torch.randn(5, 64, generator=torch.Generator().manual_seed(0)),))
+    torch.library.opcheck(_unpack, random_bytes(0, 5, 64))
 
 
 def test_experts_stay_packed_until_asked_for():

@@ -7,11 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.sigmoid import sigmoid
 from trivium.ops.situ import situ
+from trivium.ops.situ.native import situ_backward, situ_native
 
 BACKENDS = ("reference", "torch")
+BUILT = pytest.mark.skipif(cpu.missing is not None, reason=f"native: {cpu.missing}")
+FAST = ("torch", pytest.param("native", marks=BUILT))
+ALL = ("reference", *FAST)
 
 
 def gate_and_up(*shape: int, seed: int = 0, spread: float = 6.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -19,7 +24,7 @@ def gate_and_up(*shape: int, seed: int = 0, spread: float = 6.0, dtype: torch.dt
     return [(spread * torch.randn(shape, generator=draw, dtype=torch.float64)).to(dtype) for _ in range(2)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_one_value_by_hand(backend):
     # gate 4, up 25: 4·tanh(1)·sigmoid(4) · 25·tanh(1)
     want = 4 * math.tanh(1) * (1 / (1 + math.exp(-4))) * 25 * math.tanh(1)
@@ -27,17 +32,52 @@ def test_one_value_by_hand(backend):
         assert situ(torch.tensor([4.0]), torch.tensor([25.0])).item() == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.parametrize("fast", FAST)
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 33), (0, 4)])
-def test_fused_equals_the_definition_with_its_gradients(shape):
-    gate, up = (x.requires_grad_() for x in gate_and_up(*shape))
-    weight = torch.arange(1.0, 1 + gate.numel()).reshape(shape)
+def test_fused_equals_the_definition_with_its_gradients(shape, fast):
+    weight = torch.linspace(0.5, 1.5, math.prod(shape), dtype=torch.float64).reshape(shape)
     results = []
-    for backend in BACKENDS:
+    for backend, dtype in (("reference", torch.float64), (fast, torch.float32)):
+        gate, up = (x.to(dtype).requires_grad_() for x in gate_and_up(*shape))
         with use_backend(backend):
             y = situ(gate, up, bound=3.0, up_bound=11.0)
         results.append((y, *torch.autograd.grad((y * weight).sum(), (gate, up))))
     for got, want in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5)  # float32; 1 - tanh² cancels near the bound
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=1e-5)  # 1 - tanh² cancels near the bound
+
+
+@BUILT
+def test_native_keeps_the_digits_where_the_activation_saturates():
+    # gates on both sides of where exp(-|x|) is 0 in float32 (87.3), ups on both sides of the polynomial's end (15.6)
+    gate, up = torch.cartesian_prod(torch.linspace(-80, 80, 641), torch.linspace(-70, 70, 281)).unbind(1)
+    a, s, c = torch.tanh(gate.double() / 4), torch.sigmoid(gate.double()), torch.tanh(up.double() / 25)
+    a_slope, c_slope = (1 / torch.cosh(x.double()) ** 2 for x in (gate / 4, up / 25))
+    rest = torch.sigmoid(-gate.double())
+    want = [100 * a * s * c, 25 * c * s * (a_slope + 4 * a * rest), 4 * a * s * c_slope]
+    got = [situ_native(gate, up, 4.0, 25.0), *situ_backward(torch.ones_like(gate), gate, up, 4.0, 25.0)]
+    for mine, exact in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=5e-6, atol=1e-30)  # float32, some roundings
+
+
+@BUILT
+def test_native_bits_depend_on_the_element_alone():
+    gate, up = gate_and_up(20000)
+    d_gate, d_up = situ_backward(gate, gate, up, 4.0, 25.0)
+    y = situ_native(gate, up, 4.0, 25.0)
+    torch.set_num_threads(2)
+    assert torch.equal(situ_native(gate, up, 4.0, 25.0), y)
+    for start, length in ((0, 1), (3, 5), (17, 33), (8190, 100)):
+        part = slice(start, start + length)
+        assert torch.equal(situ_native(gate[part], up[part], 4.0, 25.0), y[part])
+        parts = situ_backward(gate[part], gate[part], up[part], 4.0, 25.0)
+        assert torch.equal(parts[0], d_gate[part]) and torch.equal(parts[1], d_up[part])
+
+
+@BUILT
+def test_the_custom_ops_hold_to_their_contract():
+    gate, up = (x.requires_grad_() for x in gate_and_up(3, 7))
+    torch.library.opcheck(situ_native, (gate, up, 4.0, 25.0))
+    torch.library.opcheck(situ_backward, (up.detach(), gate.detach(), up.detach(), 4.0, 25.0))
 
 
 def test_gradients_in_float64():
@@ -45,7 +85,7 @@ def test_gradients_in_float64():
     assert torch.autograd.gradcheck(lambda g, u: situ(g, u, bound=2.0, up_bound=5.0), (gate, up))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 def test_never_above_the_product_of_the_bounds(backend):
     gate, up = gate_and_up(4096, spread=200.0)
     with use_backend(backend):
@@ -81,7 +121,7 @@ def test_sigmoid_sees_the_raw_gate(backend):
     assert -4e-17 < low.item() < 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL)
 @pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
 def test_huge_inputs_stay_finite_with_their_gradients(backend, size):
     gate = torch.tensor([size, size, -size, -size, 0.0], requires_grad=True)
@@ -101,19 +141,23 @@ def test_half_inputs_are_computed_in_float32(dtype):
     torch.testing.assert_close(y, situ(gate.float(), up.float()).to(dtype), rtol=0, atol=0)
 
 
-def test_saves_gate_and_up_only():
+@pytest.mark.parametrize("backend", FAST)
+def test_saves_gate_and_up_only(backend):
     gate, up = (x.requires_grad_() for x in gate_and_up(8, 16))
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with use_backend(backend), hooks:
         situ(gate, up)
     assert sorted(x.data_ptr() for x in saved) == sorted([gate.data_ptr(), up.data_ptr()])
 
 
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 64])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(num_rows):
+def test_a_rows_bits_do_not_depend_on_the_other_rows(num_rows, backend):
     gate, up = gate_and_up(64, 37)
-    alone = torch.cat([situ(g, u) for g, u in zip(gate.split(num_rows), up.split(num_rows), strict=True)])
-    assert torch.equal(alone, situ(gate, up))
+    with use_backend(backend):
+        alone = torch.cat([situ(g, u) for g, u in zip(gate.split(num_rows), up.split(num_rows), strict=True)])
+        assert torch.equal(alone, situ(gate, up))
 
 
 @pytest.mark.parametrize("num_elements", [1, 3, 15, 17, 33])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import TILE, K3Config
@@ -14,6 +13,7 @@ from trivium.model.layers import Linear, RMSNorm
 from trivium.model.state import KdaState, Pending
 from trivium.ops.conv import short_conv
 from trivium.ops.kda import kda, kda_gate
+from trivium.ops.norm import gated_rms_norm
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows, Tile
 from trivium.ops.sigmoid import sigmoid
@@ -84,10 +84,8 @@ class KimiDeltaAttention(nn.Module):
         elif state is not None:
             state = KdaState(state_SHKV=state_SHKV, window_S3X=window_S3X)
 
-        work = work_dtype(x_TD)
-        o_THV = F.rms_norm(o_THV.to(work), (self.head_dim,), self.o_norm.weight.to(work), self.o_norm.eps)
-        o_THV = o_THV * sigmoid(self._heads(self.g_proj(x_TD)).to(work))
-        return self.o_proj(o_THV.flatten(1).to(x_TD.dtype)), state
+        o_THV = gated_rms_norm(o_THV, self._heads(self.g_proj(x_TD)), self.o_norm.weight, self.o_norm.eps)
+        return self.o_proj(o_THV.flatten(1)), state
 
     def _heads(self, x_TX: Tensor) -> Tensor:
         return x_TX.unflatten(-1, (self.num_heads, self.head_dim))

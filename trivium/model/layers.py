@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import K3Config
-from trivium.ops.precision import work_dtype
+from trivium.ops.linear import linear
+from trivium.ops.norm import rms_norm
 from trivium.ops.situ import situ
 
 
@@ -20,8 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Cast before the weight multiplies, as released: in bfloat16 the other order rounds differently.
-        return F.rms_norm(x.to(work_dtype(x)), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Linear(nn.Module):
@@ -32,7 +31,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class Mlp(nn.Module):

@@ -9,9 +9,8 @@ from trivium.config import K3Config
 from trivium.model.layers import Linear, RMSNorm
 from trivium.model.state import MlaState
 from trivium.ops.attention import latent_attention
-from trivium.ops.precision import work_dtype
+from trivium.ops.norm import sigmoid_gate
 from trivium.ops.rows import Rows, Tile
-from trivium.ops.sigmoid import sigmoid
 
 # Of the two latents' norms: the released code leaves its default here, and not rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
@@ -47,5 +46,4 @@ class GatedMla(nn.Module):
             latent_UR, shared_key_UJ = (F.pad(x, (0, 0, 0, missing)) for x in (latent_UR, shared_key_UJ))
         kv_b_HXR = self.kv_b_proj.weight.unflatten(0, (mla.num_heads, -1))
         o_THV = latent_attention(q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR, rows)
-        gate_TX = self.g_proj(x_TD)
-        return self.o_proj(o_THV.flatten(1) * sigmoid(gate_TX.to(work_dtype(gate_TX))).to(gate_TX.dtype)), state
+        return self.o_proj(sigmoid_gate(o_THV.flatten(1), self.g_proj(x_TD))), state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import K3Config
@@ -11,6 +10,7 @@ from trivium.model import trace
 from trivium.model.layers import Linear, Mlp, RMSNorm
 from trivium.ops.balance import Route, route
 from trivium.ops.experts import experts, experts_tile
+from trivium.ops.linear import linear
 from trivium.ops.mxfp4 import PackedWeight
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows, Tile
@@ -28,7 +28,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Route:
         work = work_dtype(x_TD)
-        logit_TE = F.linear(x_TD.to(work), self.weight.to(work))
+        logit_TE = linear(x_TD.to(work), self.weight.to(work))
         return route(logit_TE, self.e_score_correction_bias, self.num_active, self.scale)
 
 

@@ -15,24 +15,22 @@ from trivium.ops.precision import work_dtype
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResidualStream:
-    """`blocks_NTD`, oldest first, and `sum_TD`, the running sum; None when the block has just restarted."""
+    """`blocks`, each [T, D], oldest first, and `sum_TD`, the running sum; None when the block has just restarted."""
 
-    blocks_NTD: Tensor
+    blocks: tuple[Tensor, ...]
     sum_TD: Tensor | None
 
     @classmethod
     def start(cls, embed_TD: Tensor) -> ResidualStream:
-        return cls(blocks_NTD=embed_TD.new_empty(0, *embed_TD.shape), sum_TD=embed_TD)
+        return cls(blocks=(), sum_TD=embed_TD)
 
     def add(self, output_TD: Tensor) -> ResidualStream:
         """A sublayer's output joins the running sum, kept in the hidden dtype."""
-        return ResidualStream(
-            blocks_NTD=self.blocks_NTD, sum_TD=output_TD if self.sum_TD is None else self.sum_TD + output_TD
-        )
+        return ResidualStream(blocks=self.blocks, sum_TD=output_TD if self.sum_TD is None else self.sum_TD + output_TD)
 
     def close_block(self) -> ResidualStream:
         """The running sum becomes a block; the next one starts empty."""
-        return ResidualStream(blocks_NTD=torch.cat([self.blocks_NTD, self.sum_TD[None]]), sum_TD=None)
+        return ResidualStream(blocks=(*self.blocks, self.sum_TD), sum_TD=None)
 
 
 def read(stream: ResidualStream, norm: RMSNorm, proj: Linear, name: str) -> Tensor:
@@ -41,7 +39,7 @@ def read(stream: ResidualStream, norm: RMSNorm, proj: Linear, name: str) -> Tens
     query_D = norm.weight.to(work) * proj.weight[0].to(work)
     trace.record(
         f"{name}.weight",
-        lambda: attnres_weights(torch.cat([stream.blocks_NTD, stream.sum_TD[None]]), query_D, norm.eps),
+        lambda: attnres_weights(torch.stack([*stream.blocks, stream.sum_TD]), query_D, norm.eps),
         token_dim=1,
     )
-    return attnres(stream.blocks_NTD, stream.sum_TD, query_D, norm.eps)
+    return attnres(stream.blocks, stream.sum_TD, query_D, norm.eps)

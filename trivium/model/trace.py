@@ -95,6 +95,11 @@ def record(name: str, make: Callable[[], Tensor], token_dim: int = 0) -> None:
             _active.keep(name, make(), token_dim)
 
 
+def is_running() -> bool:
+    """Whether some trace is: a forward that records nothing must then not stand in for the model's own."""
+    return _active is not None
+
+
 @contextmanager
 def running(network: object) -> Iterator[None]:
     """Around a network's forward: only that of the traced network is recorded."""

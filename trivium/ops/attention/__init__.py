@@ -6,14 +6,17 @@ are one raw key shared by all heads.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
-from trivium.ops import backend
+from trivium.ops import backend, cpu
 from trivium.ops.attention.blocks import latent_absorbed, latent_expanded
+from trivium.ops.attention.native import latent_native
 from trivium.ops.attention.reference import latent_reference
 from trivium.ops.rows import Rows, Tile
 
-__all__ = ["latent_absorbed", "latent_attention", "latent_expanded"]
+__all__ = ["latent_absorbed", "latent_attention", "latent_expanded", "latent_native"]
 
 
 def latent_attention(
@@ -47,7 +50,12 @@ def latent_attention(
         return q_nope_THK.new_zeros(0, H, kv_b_HXR.shape[1] - K)
     absorb = isinstance(rows, Tile) or _absorbing_is_less_work(rows, K, kv_b_HXR.shape[1] - K, R)
     run = backend.choose(
-        "latent_attention", reference=latent_reference, torch=latent_absorbed if absorb else latent_expanded
+        "latent_attention",
+        reference=latent_reference,
+        torch=latent_absorbed if absorb else latent_expanded,
+        native=partial(latent_native, absorb=absorb)
+        if cpu.serves(q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR)
+        else None,
     )
     return run(q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR, rows)
 

@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 from trivium.ops.precision import work_dtype
 
 
-def attnres_fused(blocks_NTD: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
+def attnres_fused(blocks: tuple[Tensor, ...], sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
     """`attnres`; saves its inputs and nothing of their size."""
-    return _AttnRes.apply(blocks_NTD, sum_TD, query_D, eps)
+    return _AttnRes.apply(query_D, eps, *blocks, sum_TD)
 
 
 def _scores(source_TD: Tensor, query_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -31,27 +31,26 @@ def _softmax(score_NT: Tensor) -> Tensor:
 
 class _AttnRes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, blocks_NTD: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
-        work = work_dtype(sum_TD)
+    def forward(ctx, query_D: Tensor, eps: float, *given: Tensor) -> Tensor:
+        work = work_dtype(given[-1])
         query = query_D.to(work)
-        sources = [source_TD.to(work) for source_TD in (*blocks_NTD, sum_TD)]
+        sources = [source_TD.to(work) for source_TD in given]
         scores, rms_invs = zip(*(_scores(source_TD, query, eps) for source_TD in sources), strict=True)
         score_NT, rms_inv_NT = torch.stack(scores), torch.stack(rms_invs)
         weight_NT = _softmax(score_NT)
         x_TD = weight_NT[0][:, None] * sources[0]
         for weight_T, source_TD in zip(weight_NT[1:], sources[1:], strict=True):
             x_TD.addcmul_(weight_T[:, None], source_TD)
-        ctx.save_for_backward(blocks_NTD, sum_TD, query_D, weight_NT, score_NT, rms_inv_NT)
-        return x_TD.to(sum_TD.dtype)
+        ctx.save_for_backward(query_D, weight_NT, score_NT, rms_inv_NT, *given)
+        return x_TD.to(given[-1].dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_TD: Tensor):
-        blocks_NTD, sum_TD, query_D, weight_NT, score_NT, rms_inv_NT = ctx.saved_tensors
+        query_D, weight_NT, score_NT, rms_inv_NT, *sources = ctx.saved_tensors
         work = weight_NT.dtype
         dx_TD, query = dx_TD.to(work), query_D.to(work)
-        N, T, D = blocks_NTD.shape
-        sources = (*blocks_NTD, sum_TD)
+        T, D = dx_TD.shape
         dweight_NT = torch.stack([(dx_TD * source_TD).sum(-1) for source_TD in sources])
         dscore_NT = weight_NT * (dweight_NT - (weight_NT * dweight_NT).sum(0))
         # score = q.v r with r = (v.v / D + eps)^-1/2, so dscore/dv = q r - score r^2 v / D
@@ -63,7 +62,6 @@ class _AttnRes(torch.autograd.Function):
             gradient_TD = weight_NT[n][:, None] * dx_TD
             gradient_TD.addcmul_(along_query_NT[n][:, None], query.expand(T, D))
             gradient_TD.addcmul_(along_source_NT[n][:, None], source_TD.to(work))
-            gradients.append(gradient_TD.to(sum_TD.dtype))
+            gradients.append(gradient_TD.to(source_TD.dtype))
             dquery_D += along_query_NT[n] @ source_TD.to(work)
-        dblocks_NTD = torch.stack(gradients[:-1]) if N else torch.zeros_like(blocks_NTD)
-        return dblocks_NTD, gradients[-1], dquery_D.to(query_D.dtype), None
+        return dquery_D.to(query_D.dtype), None, *gradients

@@ -18,8 +18,8 @@ def attnres_weights(source_NTD: Tensor, query_D: Tensor, eps: float = 1e-5) -> T
     return (key_NTD * query_D.to(work)).sum(-1).softmax(dim=0)
 
 
-def attnres_reference(blocks_NTD: Tensor, sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
-    source_NTD = torch.cat([blocks_NTD, sum_TD[None]])
+def attnres_reference(blocks: Sequence[Tensor], sum_TD: Tensor, query_D: Tensor, eps: float) -> Tensor:
+    source_NTD = torch.stack([*blocks, sum_TD])
     weight_NT = attnres_weights(source_NTD, query_D, eps)
     return (weight_NT[..., None] * source_NTD.to(weight_NT.dtype)).sum(0).to(sum_TD.dtype)
 

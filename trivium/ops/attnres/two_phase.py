@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,13 +12,14 @@ from trivium.ops.precision import work_dtype
 from trivium.ops.sigmoid import sigmoid
 
 
-def read_blocks(blocks_NTD: Tensor, query_QD: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def read_blocks(blocks: Sequence[Tensor], query_QD: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Phase one, for Q queries: the mix of the closed blocks alone, mix_QTD, and the log of its weights' sum, log_QT.
 
     Both float32 (float64 for float64). N is at least 1.
     """
-    if len(blocks_NTD) == 0:
+    if len(blocks) == 0:
         raise ValueError("read_blocks: wanted at least one closed block, got none")
+    blocks_NTD = torch.stack(tuple(blocks))
     work = work_dtype(blocks_NTD)
     key_NTD = F.rms_norm(blocks_NTD.to(work), blocks_NTD.shape[-1:], eps=eps)
     score_QNT = torch.einsum("ntd,qd->qnt", key_NTD, query_QD.to(work))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import choose
+from trivium.ops.balance.native import quantile_balance_native_, route_native, select_experts_native
 from trivium.ops.balance.quantile import quantile_balance_kth_, select_topk
 from trivium.ops.balance.reference import quantile_balance_reference_, select_experts_reference
 from trivium.ops.precision import work_dtype
@@ -30,11 +32,19 @@ def route(logit_TE: Tensor, bias_E: Tensor, num_active: int, scale: float = 1.0)
     sum + 1e-20, times `scale`. The bias selects and nothing else: no weight holds it, no gradient reaches it. Released
     modelling code. Raises ValueError as `select_experts`.
     """
+    _check("select_experts", logit_TE, bias_E, num_active)
+    native = route_native if cpu.serves(logit_TE, bias_E) else None
+    run = choose("route", reference=_route, torch=_route, native=native)
+    weights_TA, score_TE, experts_TA = run(logit_TE, bias_E.detach(), num_active, scale)
+    return Route(experts_TA=experts_TA, weights_TA=weights_TA, scores_TE=score_TE)
+
+
+def _route(logit_TE: Tensor, bias_E: Tensor, num_active: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     score_TE = sigmoid(logit_TE.to(work_dtype(logit_TE)))
     experts_TA = select_experts(score_TE.detach(), bias_E, num_active)
     chosen_TA = score_TE.gather(1, experts_TA)
     weights_TA = chosen_TA / (chosen_TA.sum(1, keepdim=True) + 1e-20) * scale
-    return Route(experts_TA=experts_TA, weights_TA=weights_TA, scores_TE=score_TE)
+    return weights_TA, score_TE, experts_TA
 
 
 def select_experts(score_TE: Tensor, bias_E: Tensor, num_active: int) -> Tensor:
@@ -44,7 +54,8 @@ def select_experts(score_TE: Tensor, bias_E: Tensor, num_active: int) -> Tensor:
     fit or a number outside 1 .. E.
     """
     _check("select_experts", score_TE, bias_E, num_active)
-    run = choose("select_experts", reference=select_experts_reference, torch=select_topk)
+    native = select_experts_native if cpu.serves(score_TE, bias_E) else None
+    run = choose("select_experts", reference=select_experts_reference, torch=select_topk, native=native)
     return run(score_TE.detach(), bias_E.detach(), num_active)
 
 
@@ -67,8 +78,10 @@ def quantile_balance_(bias_E: Tensor, score_NE: Tensor, num_active: int) -> None
     num_tokens, num_experts = score_NE.shape
     if num_tokens * num_active < num_experts or num_active == num_experts:
         return
-    run = choose("quantile_balance_", reference=quantile_balance_reference_, torch=quantile_balance_kth_)
-    run(bias_E, score_NE.float(), num_active)
+    score_NE = score_NE.float()
+    native = quantile_balance_native_ if cpu.serves(score_NE, bias_E) else None
+    run = choose("quantile_balance_", reference=quantile_balance_reference_, torch=quantile_balance_kth_, native=native)
+    run(bias_E, score_NE, num_active)
 
 
 def count_experts(score_NE: Tensor, bias_E: Tensor, num_active: int) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import choose
 from trivium.ops.conv.extended import short_conv_extended
+from trivium.ops.conv.native import short_conv_native
 from trivium.ops.conv.reference import short_conv_reference
 from trivium.ops.rows import Rows
 
@@ -33,5 +35,6 @@ def short_conv(x_TX: Tensor, weight_X14: Tensor, rows: Rows, window_S3X: Tensor 
         raise ValueError(f"short_conv: window is {wanted}, got {tuple(window_S3X.shape)}")
     if window_S3X.dtype != x_TX.dtype or not torch.is_floating_point(x_TX):
         raise ValueError(f"short_conv: x and window want one floating dtype, got {x_TX.dtype} and {window_S3X.dtype}")
-    run = choose("short_conv", reference=short_conv_reference, torch=short_conv_extended)
+    native = short_conv_native if cpu.serves(x_TX, weight_X14, window_S3X) else None
+    run = choose("short_conv", reference=short_conv_reference, torch=short_conv_extended, native=native)
     return run(x_TX, weight_X14, rows, window_S3X)

@@ -78,14 +78,17 @@ static void micro_rows(
     if constexpr (ROWS > 1) micro_rows<ROWS - 1, PACKED>(rows, a, stride, b, depth, c, ldc, columns, add);
 }
 
-// Rows [i, i + height) of A, steps of k [0, depth), as panels of [depth][MR].
+// `height` rows and `depth` steps of A as panels of [depth][MR].
 static void pack_a(Matrix A, int64_t height, int64_t depth, float* out) {
+    constexpr int TAIL = MR % W;
     for (int64_t m = 0; m < height; m += MR, out += MR * depth) {
         int64_t rows = std::min<int64_t>(MR, height - m);
         const float* p = A.p + m * A.rs;
         if (A.rs == 1 && rows == MR) {
-            for (int64_t k = 0; k < depth; k++)
-                for (int r = 0; r < MR; r++) out[k * MR + r] = p[k * A.cs + r];
+            for (int64_t k = 0; k < depth; k++) {
+                if constexpr (MR >= W) store(out + k * MR, load(p + k * A.cs));
+                store_part(out + k * MR + MR - TAIL, load_part(p + k * A.cs + MR - TAIL, TAIL), TAIL);
+            }
         } else {
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t k = 0; k < depth; k++) out[k * MR + r] = p[r * A.rs + k * A.cs];

@@ -16,7 +16,7 @@ constexpr int MR = 14;
 constexpr int MR = 6;
 #endif
 constexpr int NR = 2 * W;
-constexpr int64_t KC = 256, MC = 32 * MR, NC = 1024;
+constexpr int64_t KC = 512, MC = 16 * MR, NC = 256;
 
 // Element (i, j) of a matrix lies at p[i * rs + j * cs].
 struct Matrix {

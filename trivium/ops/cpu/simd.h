@@ -26,7 +26,16 @@ constexpr int W = 4;
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 
-static inline vf splat(float x) { return x - vf{}; }
+static inline vf splat(float x) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return (vf)_mm256_set1_ps(x);
+#else
+    return x - vf{};
+#endif
+}
+
 static inline vi splat_i(int32_t x) { return x + vi{}; }
 
 static inline vf load(const float* p) {

@@ -11,7 +11,7 @@ FLAGS = [
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"),
 ]
 ISA_FLAGS = {
-    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
+    "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized"],
     "avx2": ["-march=x86-64-v3"],
     "plain": [],
 }

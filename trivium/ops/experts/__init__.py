@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trivium.ops.backend import choose
 from trivium.ops.experts.grouped import experts_grouped
+from trivium.ops.experts.native import experts_native, serves
 from trivium.ops.experts.reference import ExpertInputs, experts_reference
 from trivium.ops.experts.tile import experts_by_tile
 from trivium.ops.mxfp4 import PackedWeight
@@ -34,7 +35,8 @@ def experts(
     """
     inputs = ExpertInputs(latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound)
     _check("experts", inputs, lowest_id=0)
-    return choose("experts", reference=experts_reference, torch=experts_grouped)(inputs)
+    native = experts_native if serves(inputs) else None
+    return choose("experts", reference=experts_reference, torch=experts_grouped, native=native)(inputs)
 
 
 def experts_tile(
@@ -55,7 +57,8 @@ def experts_tile(
     """
     inputs = ExpertInputs(latent_TL, experts_TA, weights_TA, w1, w3, w2, bound, up_bound)
     _check("experts_tile", inputs, lowest_id=-1)
-    return choose("experts_tile", reference=experts_reference, torch=experts_by_tile)(inputs)
+    native = experts_native if serves(inputs) else None
+    return choose("experts_tile", reference=experts_reference, torch=experts_by_tile, native=native)(inputs)
 
 
 def _check(op: str, inputs: ExpertInputs, lowest_id: int) -> None:

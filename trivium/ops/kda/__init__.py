@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trivium.ops import backend
+from trivium.ops import backend, cpu
 from trivium.ops.kda.chunked import kda_chunked, kda_tile
 from trivium.ops.kda.gate import KdaInputs, check_lower_bound, kda_gate, l2_norm
+from trivium.ops.kda.native import kda_native
 from trivium.ops.kda.reference import kda_chunk_terms, kda_recurrent, kda_reference
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows, Tile
@@ -68,8 +69,10 @@ def kda(
     work = work_dtype(v_THV)
     if state_SHKV is None:
         state_SHKV = torch.zeros(rows.num_sequences, H, K, V, dtype=work, device=v_THV.device)
-    run = backend.choose("kda", reference=kda_reference, torch=kda_tile if isinstance(rows, Tile) else kda_chunked)
     inputs = KdaInputs(q_THK, k_THK, v_THV, decay_in_THK, beta_in_TH, A_log_H, dt_bias_HK)
+    chunked = kda_tile if isinstance(rows, Tile) else kda_chunked
+    native = kda_native if cpu.serves(*inputs, state_SHKV) else None
+    run = backend.choose("kda", reference=kda_reference, torch=chunked, native=native)
     if with_map:
         return _with_map(run, inputs, rows, state_SHKV.to(work), lower_bound)
     return run(inputs, rows, state_SHKV.to(work), lower_bound)

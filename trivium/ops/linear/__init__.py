@@ -14,7 +14,7 @@ from trivium.ops.linear.native import linear_native
 def linear(x_TD: Tensor, *weights: Tensor) -> Tensor:
     """x weight^T, [..., N], of x [..., D] and a weight [N, D], in their dtype; several weights' outputs side by side.
 
-    The `native` backend sums every element in one order (blocks of 256 of D, each in rising order by fused
+    The `native` backend sums every element in one order (blocks of 512 of D, each in rising order by fused
     multiply-adds): a row has the same bits alone, in any batch and on any number of threads. The `torch` backend
     promises that for no shape. Raises ValueError for shapes or dtypes that do not fit.
     """

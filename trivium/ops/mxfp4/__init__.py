@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import choose
+from trivium.ops.mxfp4.native import pack_native, unpack_native
 from trivium.ops.mxfp4.reference import GROUP_SIZE, pack_reference, unpack_reference
 from trivium.ops.mxfp4.tables import pack_by_tables, unpack_by_tables
 
@@ -27,7 +29,9 @@ def unpack(packed_U8: Tensor, scale_U8: Tensor, dtype: torch.dtype = torch.float
         if bytes_U8.dtype != torch.uint8:
             raise ValueError(f"mxfp4: {name} is uint8, got {bytes_U8.dtype}")
     _check_shapes(packed_U8, scale_U8)
-    run = choose("mxfp4 unpack", reference=unpack_reference, torch=unpack_by_tables)
+    on_cpu = dtype == torch.float32 and packed_U8.device.type == scale_U8.device.type == "cpu"
+    native = unpack_native if on_cpu and cpu.serves() else None
+    run = choose("mxfp4 unpack", reference=unpack_reference, torch=unpack_by_tables, native=native)
     return run(packed_U8, scale_U8, dtype)
 
 
@@ -52,7 +56,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(f"mxfp4: {num_bad} of {weight.numel()} weights are NaN or infinite, only finite ones pack")
     if weight.dtype == torch.float64 and weight.numel() and weight.abs().max() >= 7 * 2.0**127:
         raise ValueError(f"mxfp4: magnitude {weight.abs().max().item():.4g} is beyond the largest, 6 * 2^127")
-    return choose("mxfp4 pack", reference=pack_reference, torch=pack_by_tables)(weight)
+    native = pack_native if cpu.serves(weight) else None
+    return choose("mxfp4 pack", reference=pack_reference, torch=pack_by_tables, native=native)(weight)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from trivium.ops import cpu
 from trivium.ops.backend import choose
 from trivium.ops.situ.fused import situ_fused
+from trivium.ops.situ.native import situ_native
 from trivium.ops.situ.reference import situ_reference
 
 
@@ -23,5 +25,6 @@ def situ(gate_TF: Tensor, up_TF: Tensor, *, bound: float = 4.0, up_bound: float 
         raise ValueError(f"situ: gate and up want one floating dtype, got {gate_TF.dtype} and {up_TF.dtype}")
     if not (bound > 0 and up_bound > 0):
         raise ValueError(f"situ: bounds are positive, got {bound} and {up_bound}")
-    run = choose("situ", reference=situ_reference, torch=situ_fused)
+    native = situ_native if cpu.serves(gate_TF, up_TF) else None
+    run = choose("situ", reference=situ_reference, torch=situ_fused, native=native)
     return run(gate_TF, up_TF, bound, up_bound)

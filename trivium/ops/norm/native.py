@@ -1,0 +1,88 @@
+"""Norms and gates on the CPU's compiled kernels. Each saves its inputs, and makes the rest again in its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trivium.ops import cpu
+
+
+@torch.library.custom_op("trivium::rms_norm", mutates_args=(), device_types="cpu")
+def rms_norm_native(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x_TD, y_TD = x_TD.contiguous(), torch.empty(x_TD.shape)
+    cpu.call("rms_norm", x_TD, weight_D.contiguous(), y_TD, *_rows(x_TD), eps)
+    return y_TD
+
+
+@torch.library.custom_op("trivium::rms_norm_backward", mutates_args=(), device_types="cpu")
+def rms_norm_backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    dx_TD, dweight_D = torch.empty(x_TD.shape), torch.empty(weight_D.shape)
+    args = (x.contiguous() for x in (dy_TD, x_TD, weight_D))
+    cpu.call("rms_norm_backward", *args, dx_TD, dweight_D, *_rows(x_TD), eps)
+    return dx_TD, dweight_D
+
+
+@torch.library.custom_op("trivium::gated_rms_norm", mutates_args=(), device_types="cpu")
+def gated_rms_norm_native(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
+    y_THV = torch.empty(o_THV.shape)
+    cpu.call("gated_rms_norm", *(x.contiguous() for x in (o_THV, gate_THV, weight_V)), y_THV, *_rows(o_THV), eps)
+    return y_THV
+
+
+@torch.library.custom_op("trivium::gated_rms_norm_backward", mutates_args=(), device_types="cpu")
+def gated_rms_norm_backward(
+    dy_THV: Tensor, o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    do_THV, dgate_THV, dweight_V = torch.empty(o_THV.shape), torch.empty(o_THV.shape), torch.empty(weight_V.shape)
+    args = (x.contiguous() for x in (dy_THV, o_THV, gate_THV, weight_V))
+    cpu.call("gated_rms_norm_backward", *args, do_THV, dgate_THV, dweight_V, *_rows(o_THV), eps)
+    return do_THV, dgate_THV, dweight_V
+
+
+@torch.library.custom_op("trivium::sigmoid_gate", mutates_args=(), device_types="cpu")
+def sigmoid_gate_native(x: Tensor, gate: Tensor) -> Tensor:
+    y = torch.empty(x.shape)
+    cpu.call("sigmoid_gate", x.contiguous(), gate.contiguous(), y, x.numel())
+    return y
+
+
+@torch.library.custom_op("trivium::sigmoid_gate_backward", mutates_args=(), device_types="cpu")
+def sigmoid_gate_backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    dx, dgate = torch.empty(x.shape), torch.empty(x.shape)
+    cpu.call("sigmoid_gate_backward", *(t.contiguous() for t in (dy, x, gate)), dx, dgate, x.numel())
+    return dx, dgate
+
+
+rms_norm_native.register_fake(lambda x, weight, eps: x.new_empty(x.shape))
+rms_norm_backward.register_fake(lambda dy, x, weight, eps: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
+gated_rms_norm_native.register_fake(lambda o, gate, weight, eps: o.new_empty(o.shape))
+gated_rms_norm_backward.register_fake(
+    lambda dy, o, gate, weight, eps: (o.new_empty(o.shape), o.new_empty(o.shape), weight.new_empty(weight.shape))
+)
+sigmoid_gate_native.register_fake(lambda x, gate: x.new_empty(x.shape))
+sigmoid_gate_backward.register_fake(lambda dy, x, gate: (x.new_empty(x.shape), x.new_empty(x.shape)))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+rms_norm_native.register_autograd(
+    lambda ctx, dy: (*rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None), setup_context=_keep
+)
+gated_rms_norm_native.register_autograd(
+    lambda ctx, dy: (*gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None), setup_context=_keep
+)
+sigmoid_gate_native.register_autograd(
+    lambda ctx, dy: sigmoid_gate_backward(dy, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Rows along the last dim, and their width."""
+    return (x.numel() // x.shape[-1] if x.shape[-1] else 0), x.shape[-1]
