@@ -40,7 +40,7 @@ static inline void pack_b(Matrix B, int64_t k, int64_t j, int64_t depth, int64_t
 // c[ROWS x NR] of a panel: `a` packed as [depth][MR], or rows of A themselves at distance `stride`. The two are apart
 // since an address that is a sum of two products costs a third of the speed.
 template <int ROWS, bool PACKED>
-static inline void micro(
+__attribute__((noinline)) static void micro(
     const float* a, int64_t stride, const float* b, int64_t depth, float* c, int64_t ldc, int64_t columns, bool add
 ) {
     vf sums[ROWS][2] = {};
@@ -96,8 +96,9 @@ static void pack_a(Matrix A, int64_t height, int64_t depth, float* out) {
     }
 }
 
-template <bool LOWER>
-static void product(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add) {
+static void product(
+    int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add, bool lower_only
+) {
     if (K == 0 && !add)
         for (int64_t m = 0; m < M; m++) std::fill_n(C + m * ldc, N, 0.0f);
     static thread_local Buffer b_buffer, a_buffer;
@@ -120,7 +121,7 @@ static void product(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* 
                     const float* b = packed_b + n * depth;
                     float* c = C + i * ldc + j + n;
                     // The first row of tiles that reaches the diagonal.
-                    int64_t first = LOWER ? std::max<int64_t>(0, (j + n - i) / MR * MR) : 0;
+                    int64_t first = lower_only ? std::max<int64_t>(0, (j + n - i) / MR * MR) : 0;
                     for (int64_t m = first; m < height; m += MR) {
                         int64_t rows = std::min<int64_t>(MR, height - m);
                         if (packed)
@@ -137,11 +138,11 @@ static void product(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* 
 }
 
 void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t ldc, bool add) {
-    product<false>(M, N, K, A, B, C, ldc, add);
+    product(M, N, K, A, B, C, ldc, add, false);
 }
 
 void gemm_symmetric(int64_t N, int64_t K, Matrix A, Matrix B, float* C) {
-    product<true>(N, N, K, A, B, C, N, false);
+    product(N, N, K, A, B, C, N, false, true);
     for (int64_t i = 0; i < N; i++)
         for (int64_t j = i + 1; j < N; j++) C[i * N + j] = C[j * N + i];
 }
