@@ -53,7 +53,7 @@ def ceilings() -> dict[str, Any]:
     """operations/s of a float32 product in torch and in ours; bytes/s of the reading loop by size; what runs here."""
     a, b = torch.randn(2, 2048, 2048)
     products = {"torch": lambda: a @ b, "ours": lambda: linear(a, b)}
-    seconds = best_s({name: product for name, product in products.items()}, 5)
+    seconds = best_s(products, 5)
     sizes = {"4 MB": 2**22, "16 MB": 2**24, "bench": 4 * count_params(model_preset("bench")).active, "1 GB": 2**30}
     read = {name: size / statistics.median(_reads_s(size, 15)) for name, size in sizes.items()}
     about = {"torch": torch.__version__, "isa": cpu.isa}
@@ -166,7 +166,9 @@ def nano(backend: str, repeats: int) -> dict[str, Any]:
     optimisers = build_optimisers(parameter_groups(network.named_parameters(), **rates))
     T, rows = config.batch_tokens, Rows.of([config.max_len] * (config.batch_tokens // config.max_len))
     ids_T = torch.randint(0, config.model.vocab_size, (T,))
-    batch = Batch(ids_T=ids_T, targets_T=ids_T.roll(-1), weight_T=torch.ones(T), rows=rows, num_bytes=T, source="random")
+    batch = Batch(
+        ids_T=ids_T, targets_T=ids_T.roll(-1), weight_T=torch.ones(T), rows=rows, num_bytes=T, source="random"
+    )
     with use_backend(backend):
         return {"figures": _rates(lambda: train_step(network, [batch], optimisers), T, repeats)}
 
@@ -198,7 +200,8 @@ def decode(kind: str, context: int, num_tokens: int, repeats: int) -> dict[str, 
     network = bench_model(kind)
     _, state = network(_ids(1, context)[0], Rows.one(context), network.empty_state(1))
     stepper, held = Stepper(network), DecodeState.of(network.config, state)
-    num_bytes = weight_bytes(network) + state_bytes(network.config, context)
+    state_size = state_bytes(network.config, context)
+    num_bytes = weight_bytes(network) + state_size
     block = torch.ones(num_bytes // 4)
 
     def steps(count: int) -> None:
@@ -212,7 +215,12 @@ def decode(kind: str, context: int, num_tokens: int, repeats: int) -> dict[str, 
         reads.append(num_bytes / statistics.median(_reads_s(num_bytes, 7, block)))
     shares = [figure * num_bytes / read for figure, read in zip(figures, reads, strict=True)]
     found = {"figures": shares if kind == "bench-xl" else figures, "bytes": num_bytes, "read": statistics.median(reads)}
-    return {**found, "share": statistics.median(shares), "tokens_per_s": statistics.median(figures)}
+    return {
+        **found,
+        "state": state_size,
+        "share": statistics.median(shares),
+        "tokens_per_s": statistics.median(figures),
+    }
 
 
 def gguf(folder: str, kind: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import platform
 import resource
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 QUIET_CORES = 0.1  # of CPU time that others may take
 
@@ -19,7 +19,7 @@ class Watch:
     that a hypervisor gave to other machines (steal) is theirs, too.
     """
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Self:
         self._begin = (_busy_s(), _children_s(), time.monotonic())
         self.others: float | None = None
         return self

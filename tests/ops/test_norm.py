@@ -145,3 +145,15 @@ def test_wrong_shapes_are_named():
         gated_rms_norm(x, torch.ones(3), torch.ones(3), 1e-5)
     with pytest.raises(ValueError, match=r"sigmoid_gate: gate wants shape \(2, 3\), got \(2, 1\)"):
         sigmoid_gate(x, torch.ones(2, 1))
+
+
+@pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing))
+def test_torchs_default_dtype_is_not_ours():
+    x_TD, weight_D = torch.randn(5, 9), torch.randn(9)
+    want_TD = rms_norm(x_TD, weight_D, 1e-5)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got_TD = rms_norm(x_TD, weight_D, 1e-5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert got_TD.dtype == torch.float32 and torch.equal(got_TD, want_TD)

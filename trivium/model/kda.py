@@ -13,6 +13,7 @@ from trivium.model.layers import Linear, RMSNorm
 from trivium.model.state import KdaState, Pending
 from trivium.ops.conv import short_conv
 from trivium.ops.kda import kda, kda_gate
+from trivium.ops.linear import linear
 from trivium.ops.norm import gated_rms_norm
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows, Tile
@@ -52,7 +53,7 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = Linear(width, D)
 
     def forward(self, x_TD: Tensor, rows: Rows, state: KdaState | None) -> tuple[Tensor, KdaState | None]:
-        qkv_TX = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], dim=-1)
+        qkv_TX = linear(x_TD, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
         decay_in_THK = self._heads(self.f_b_proj(self.f_a_proj(x_TD)))
         beta_in_TH = self.b_proj(x_TD)
         if isinstance(rows, Tile):

@@ -70,16 +70,15 @@ class DecodeState:
         memory = []
         for layer in state.layers:
             if isinstance(layer, MlaState):
-                rows_UP = torch.zeros(
-                    _capacity(length), row_width(config.mla.kv_lora_rank, config.mla.qk_rope_head_dim)
-                )
+                width = row_width(config.mla.kv_lora_rank, config.mla.qk_rope_head_dim)
+                rows_UP = torch.zeros(_capacity(length), width, dtype=torch.float32)
                 rows_UP[:length, : layer.latent.shape[1]] = layer.latent
                 _shared_key(rows_UP, config)[:length] = layer.shared_key
                 memory.append(LayerMemory(rows_UP))
             elif layer.pending is not None:
                 raise ValueError("decode: this state was kept in deterministic mode")
             else:
-                ring_4X = torch.zeros(4, layer.window_S3X.shape[-1])
+                ring_4X = torch.zeros(4, layer.window_S3X.shape[-1], dtype=torch.float32)
                 ring_4X[[(length + i) % 4 for i in range(1, 4)]] = layer.window_S3X[0].float()
                 memory.append(LayerMemory(layer.state_SHKV[0].clone(memory_format=torch.contiguous_format), ring_4X))
         return cls(memory=memory, length=length)

@@ -13,7 +13,7 @@ from trivium.ops import cpu
 @torch.library.custom_op("trivium::attnres", mutates_args=(), device_types="cpu")
 def _attnres(sources: list[Tensor], query_D: Tensor, eps: float) -> Tensor:
     sources = [source_TD.contiguous() for source_TD in sources]
-    x_TD = torch.empty(sources[0].shape)
+    x_TD = cpu.empty(sources[0].shape)
     cpu.call("attnres", _addresses(sources), query_D.contiguous(), x_TD, len(sources), *x_TD.shape, eps)
     return x_TD
 
@@ -22,7 +22,7 @@ def _attnres(sources: list[Tensor], query_D: Tensor, eps: float) -> Tensor:
 def _attnres_backward(dx_TD: Tensor, sources: list[Tensor], query_D: Tensor, eps: float) -> list[Tensor]:
     """The gradients of the sources, then that of the query."""
     sources = [source_TD.contiguous() for source_TD in sources]
-    gradients, dquery_D = [torch.empty(source_TD.shape) for source_TD in sources], torch.empty(query_D.shape)
+    gradients, dquery_D = [cpu.empty(source_TD.shape) for source_TD in sources], cpu.empty(query_D.shape)
     args = (dx_TD.contiguous(), _addresses(sources), query_D.contiguous(), _addresses(gradients), dquery_D)
     cpu.call("attnres_backward", *args, len(sources), *dx_TD.shape, eps)
     return [*gradients, dquery_D]

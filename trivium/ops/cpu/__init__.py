@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -61,6 +62,11 @@ except _Missing as _reason:
 def serves(*tensors: Tensor) -> bool:
     """Whether compiled kernels run on these: they are loaded, and all is float32 on the CPU."""
     return _library is not None and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+
+
+def empty(shape: Sequence[int] | int) -> Tensor:
+    """Raw float32 memory on the CPU, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def call(name: str, *args: Tensor | float | None) -> None:

@@ -15,7 +15,7 @@ BLOCK_NUMEL, MIN_TOKENS, MAX_TOKENS = 2**23, 64, 512
 
 @torch.library.custom_op("trivium::cross_entropy", mutates_args=(), device_types="cpu")
 def cross_entropy_native(hidden_TD: Tensor, weight_WD: Tensor, targets_T: Tensor) -> Tensor:
-    nll_T = torch.empty(len(targets_T))
+    nll_T = cpu.empty(len(targets_T))
     _run(hidden_TD, weight_WD, targets_T, None, nll_T, None, None, None)
     return nll_T
 
@@ -27,7 +27,7 @@ def _cross_entropy_backward(
     """The gradients, each only where it is asked for, else empty."""
     d_hidden_TD, d_weight_WD = _room(hidden_TD, for_hidden), _room(weight_WD, for_weight)
     gradients = (d_hidden_TD if for_hidden else None, d_weight_WD if for_weight else None)
-    _run(hidden_TD, weight_WD, targets_T, dnll_T, torch.empty(len(targets_T)), None, *gradients)
+    _run(hidden_TD, weight_WD, targets_T, dnll_T, cpu.empty(len(targets_T)), None, *gradients)
     return d_hidden_TD, d_weight_WD
 
 
@@ -36,9 +36,9 @@ def _cross_entropy_sum(
     hidden_TD: Tensor, weight_WD: Tensor, targets_T: Tensor, scale_T: Tensor, for_hidden: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ scale · nll and its gradients, each only where it is asked for, else empty."""
-    total, d_hidden_TD, d_weight_WD = torch.empty(()), _room(hidden_TD, for_hidden), _room(weight_WD, for_weight)
+    total, d_hidden_TD, d_weight_WD = cpu.empty(()), _room(hidden_TD, for_hidden), _room(weight_WD, for_weight)
     gradients = (d_hidden_TD if for_hidden else None, d_weight_WD if for_weight else None)
-    _run(hidden_TD, weight_WD, targets_T, scale_T, torch.empty(len(targets_T)), total, *gradients)
+    _run(hidden_TD, weight_WD, targets_T, scale_T, cpu.empty(len(targets_T)), total, *gradients)
     return total, d_hidden_TD, d_weight_WD
 
 
@@ -55,15 +55,15 @@ def _run(
     (T, D), num_words = hidden_TD.shape, len(weight_WD)
     height = min(max(BLOCK_NUMEL // max(num_words, 1), MIN_TOKENS), MAX_TOKENS)
     room = min(height, T)
-    scaled = torch.empty(height * D + room) if scale_T is not None else None
+    scaled = cpu.empty(height * D + room) if scale_T is not None else None
     inputs = (hidden_TD.contiguous(), weight_WD.contiguous(), targets_T.contiguous())
     scale_T = None if scale_T is None else scale_T.contiguous()
-    scratch = (torch.empty(room * num_words), scaled)
+    scratch = (cpu.empty(room * num_words), scaled)
     cpu.call("cross_entropy", *inputs, scale_T, *results, *scratch, T, num_words, D, height)
 
 
 def _room(x: Tensor, asked: bool) -> Tensor:
-    return torch.empty(x.shape if asked else (0,))
+    return cpu.empty(x.shape if asked else (0,))
 
 
 @cross_entropy_native.register_fake

@@ -12,14 +12,14 @@ from trivium.ops import cpu
 
 @torch.library.custom_op("trivium::rms_norm", mutates_args=(), device_types="cpu")
 def rms_norm_native(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    x_TD, y_TD = x_TD.contiguous(), torch.empty(x_TD.shape)
+    x_TD, y_TD = x_TD.contiguous(), cpu.empty(x_TD.shape)
     cpu.call("rms_norm", x_TD, weight_D.contiguous(), y_TD, *_rows(x_TD), eps)
     return y_TD
 
 
 @torch.library.custom_op("trivium::rms_norm_backward", mutates_args=(), device_types="cpu")
 def rms_norm_backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    dx_TD, dweight_D = torch.empty(x_TD.shape), torch.empty(weight_D.shape)
+    dx_TD, dweight_D = cpu.empty(x_TD.shape), cpu.empty(weight_D.shape)
     args = (x.contiguous() for x in (dy_TD, x_TD, weight_D))
     cpu.call("rms_norm_backward", *args, dx_TD, dweight_D, *_rows(x_TD), eps)
     return dx_TD, dweight_D
@@ -27,7 +27,7 @@ def rms_norm_backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float)
 
 @torch.library.custom_op("trivium::gated_rms_norm", mutates_args=(), device_types="cpu")
 def gated_rms_norm_native(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
-    y_THV = torch.empty(o_THV.shape)
+    y_THV = cpu.empty(o_THV.shape)
     cpu.call("gated_rms_norm", *(x.contiguous() for x in (o_THV, gate_THV, weight_V)), y_THV, *_rows(o_THV), eps)
     return y_THV
 
@@ -36,7 +36,7 @@ def gated_rms_norm_native(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps
 def gated_rms_norm_backward(
     dy_THV: Tensor, o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    do_THV, dgate_THV, dweight_V = torch.empty(o_THV.shape), torch.empty(o_THV.shape), torch.empty(weight_V.shape)
+    do_THV, dgate_THV, dweight_V = cpu.empty(o_THV.shape), cpu.empty(o_THV.shape), cpu.empty(weight_V.shape)
     args = (x.contiguous() for x in (dy_THV, o_THV, gate_THV, weight_V))
     cpu.call("gated_rms_norm_backward", *args, do_THV, dgate_THV, dweight_V, *_rows(o_THV), eps)
     return do_THV, dgate_THV, dweight_V
@@ -44,14 +44,14 @@ def gated_rms_norm_backward(
 
 @torch.library.custom_op("trivium::sigmoid_gate", mutates_args=(), device_types="cpu")
 def sigmoid_gate_native(x: Tensor, gate: Tensor) -> Tensor:
-    y = torch.empty(x.shape)
+    y = cpu.empty(x.shape)
     cpu.call("sigmoid_gate", x.contiguous(), gate.contiguous(), y, x.numel())
     return y
 
 
 @torch.library.custom_op("trivium::sigmoid_gate_backward", mutates_args=(), device_types="cpu")
 def sigmoid_gate_backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    dx, dgate = torch.empty(x.shape), torch.empty(x.shape)
+    dx, dgate = cpu.empty(x.shape), cpu.empty(x.shape)
     cpu.call("sigmoid_gate_backward", *(t.contiguous() for t in (dy, x, gate)), dx, dgate, x.numel())
     return dx, dgate
 
