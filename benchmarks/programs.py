@@ -123,7 +123,7 @@ def train(program: str, batch_size: int, num_tokens: int, repeats: int, warm_tok
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
         figures.append(batch_size * num_tokens / _timed(step, ids_BT))
         peaks.append((_memory("VmHWM") - before) / 1e6 / (batch_size * num_tokens))
-    return {"figures": figures, "flops": 3 * flops, "mb_a_token": statistics.median(peaks)}
+    return {"figures": figures, "flops": flops and 3 * flops, "mb_a_token": statistics.median(peaks)}
 
 
 def _trained(program: str, num_tokens: int) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor], int | None]:

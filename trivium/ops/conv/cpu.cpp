@@ -1,15 +1,16 @@
 // The short convolution, causal over four tokens and then SiLU, in one pass. See trivium/ops/conv.
 #include <vector>
 
-#include "kernel.h"
+#include "rows.h"
 
 using namespace trivium;
 
 namespace {
 
 constexpr int TAPS = 4, BEFORE = TAPS - 1;
+constexpr int QUAD = 4;           // tokens that go together: a row is loaded once for the four it meets
 constexpr int64_t BLOCK = 64;     // tokens of one item
-constexpr int64_t COLUMNS = 128;  // of one item of backward: its rows, 34 KB, stay in the nearest caches
+constexpr int64_t COLUMNS = 512;  // of one item of backward: its sums and the rows at hand stay in the nearest cache
 
 // Sequences of rows of X channels, each behind its window of three.
 struct Problem {
@@ -48,11 +49,10 @@ std::vector<float> turned(const float* weight, int64_t X) {
     return taps;
 }
 
-// The sum over the taps in rising order, W channels from c on.
-inline vf convolve(const float* const* rows, const float* taps, int64_t X, int64_t c) {
-    int64_t n = X - c;
-    vf z = load_n(rows[0] + c, n) * load_n(taps + c, n);
-    for (int i = 1; i < TAPS; i++) z = fma(load_n(rows[i] + c, n), load_n(taps + i * X + c, n), z);
+// The sum over the taps in rising order; x holds the rows from the three before the token on.
+inline vf convolve(const vf* x, const vf* tap) {
+    vf z = x[0] * tap[0];
+    for (int i = 1; i < TAPS; i++) z = fma(x[i], tap[i], z);
     return z;
 }
 
@@ -60,48 +60,89 @@ int64_t threads_for(int64_t num_threads, const Problem& pb) {
     return pb.starts[pb.S] * pb.X < (1 << 14) ? 1 : num_threads;  // some microseconds: less than to wake a thread
 }
 
-// One block of tokens and of columns: what y's gradient gives to its tokens, its window and its part of the taps'.
-void backward_block(
-    const Problem& pb, const Block& block, int64_t c0, int64_t c1, const float* taps, const float* dy,
-    const float* d_window_out, float* dx, float* d_window, float* d_taps
-) {
-    int64_t X = pb.X, s = block.sequence, start = pb.starts[s], end = pb.starts[s + 1], first = block.first;
-    static thread_local Buffer buffer;
-    float* dz = buffer.at_least((BLOCK + BEFORE) * COLUMNS);  // the block's tokens and three behind, 0 past the end
-    for (int64_t c = c0; c < c1; c += W) {
-        vf sums[TAPS] = {};
-        int64_t n = c1 - c;
-        for (int64_t t = first; t < block.end + BEFORE; t++) {
-            float* out = dz + (t - first) * COLUMNS + c - c0;
-            if (t >= end) {
-                store(out, vf{});
-                continue;
-            }
-            const float* rows[TAPS] = {pb.row(s, t - 3), pb.row(s, t - 2), pb.row(s, t - 1), pb.row(s, t)};
-            vf z = convolve(rows, taps, X, c), gate = sigmoid(z);
-            vf d = load_n(dy + t * X + c, n) * (gate * fma(z, 1.0f - gate, splat(1.0f)));
-            store(out, d);
-            for (int i = 0; i < TAPS && t < block.end; i++) sums[i] = fma(load_n(rows[i] + c, n), d, sums[i]);
-        }
-        for (int i = 0; i < TAPS; i++) store_n(d_taps + i * X + c, sums[i], n);
-        vf tap[TAPS];
+// N tokens from the one that rows[3] points at.
+template <int N>
+inline void forward_tokens(const float* const* rows, const float* taps, int64_t X, float* y) {
+    columns(X, [&](int64_t c, int64_t n) {
+        vf x[BEFORE + N], tap[TAPS];
         for (int i = 0; i < TAPS; i++) tap[i] = load_n(taps + i * X + c, n);
-        // Token t was tap i of token t + 3 - i; a row that is left in the window also gets its gradient there.
-        auto gradient = [&](int64_t t) {
-            vf d = {};
-            for (int i = 0; i < TAPS; i++) {
-                int64_t at = t + BEFORE - i - first;
-                if (at >= 0) d = fma(tap[i], load(dz + at * COLUMNS + c - c0), d);
-            }
-            int64_t left = t - end + BEFORE;
-            return left >= 0 ? d + load_n(d_window_out + (s * BEFORE + left) * X + c, n) : d;
-        };
-        for (int64_t t = first; t < block.end; t++) store_n(dx + t * X + c, gradient(t), n);
-        if (first == start)
-            for (int j = 0; j < BEFORE; j++)
-                store_n(d_window + (s * BEFORE + j) * X + c, gradient(start - BEFORE + j), n);
-    }
+#pragma GCC unroll 8
+        for (int i = 0; i < BEFORE + N; i++) x[i] = load_n(rows[i] + c, n);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) {
+            vf z = convolve(x + i, tap);
+            store_n(y + i * X + c, z * sigmoid(z), n);
+        }
+    });
 }
+
+// One block of tokens and of columns: what y's gradient gives to its tokens, its window and its part of the taps'.
+struct BackwardBlock {
+    const Problem& pb;
+    const Block& block;
+    int64_t c0, c1;
+    const float *taps, *dy, *d_window_out;
+    float *dx, *d_window, *d_taps;
+    float* behind;  // [3, COLUMNS], z's gradients of the three tokens before
+
+    void run() {
+        for (int i = 0; i < BEFORE; i++) std::fill_n(behind + i * COLUMNS, COLUMNS, 0.0f);
+        for (int i = 0; i < TAPS; i++) std::fill_n(d_taps + i * pb.X + c0, c1 - c0, 0.0f);
+        for (int64_t t = block.first; t < block.end + BEFORE; t += QUAD)
+            if (t > block.first && t + QUAD <= block.end)
+                tokens<false>(t);
+            else
+                tokens<true>(t);
+    }
+
+    // Four tokens; the three before them, whose last share of a gradient these give, and the first go out. At an EDGE
+    // of the block some are another's, or past the end.
+    template <bool EDGE>
+    void tokens(int64_t t) {
+        int64_t X = pb.X, s = block.sequence, end = pb.starts[s + 1];
+        const float* rows[BEFORE + QUAD];
+        for (int j = 0; j < BEFORE + QUAD; j++) rows[j] = pb.row(s, std::min(t - BEFORE + j, end - 1));
+        columns(c1 - c0, [&](int64_t at, int64_t n) {
+            int64_t c = c0 + at;
+            vf x[BEFORE + QUAD], d[BEFORE + QUAD], tap[TAPS], sums[TAPS];
+            for (int i = 0; i < TAPS; i++) tap[i] = load_n(taps + i * X + c, n);
+            for (int i = 0; i < TAPS; i++) sums[i] = load_n(d_taps + i * X + c, n);
+            for (int i = 0; i < BEFORE; i++) d[i] = load(behind + i * COLUMNS + at);
+#pragma GCC unroll 8
+            for (int i = 0; i < BEFORE + QUAD; i++) x[i] = load_n(rows[i] + c, n);
+#pragma GCC unroll 4
+            for (int j = 0; j < QUAD; j++) {
+                if (EDGE && t + j >= end) {
+                    d[BEFORE + j] = vf{};
+                    continue;
+                }
+                vf z = convolve(x + j, tap), gate = sigmoid(z);
+                d[BEFORE + j] = load_n(dy + (t + j) * X + c, n) * (gate * fma(z, 1.0f - gate, splat(1.0f)));
+                for (int i = 0; i < TAPS && !(EDGE && t + j >= block.end); i++)
+                    sums[i] = fma(x[i + j], d[BEFORE + j], sums[i]);
+            }
+            for (int i = 0; i < TAPS; i++) store_n(d_taps + i * X + c, sums[i], n);
+            for (int i = 0; i < BEFORE; i++) store(behind + i * COLUMNS + at, d[QUAD + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < QUAD; j++) {
+                vf sum = tap[0] * d[j + 3];  // a token was tap i of the token 3 - i further
+                for (int i = 1; i < TAPS; i++) sum = fma(tap[i], d[j + 3 - i], sum);
+                if (EDGE)
+                    store_edge(t - BEFORE + j, c, n, sum);
+                else
+                    store_n(dx + (t - BEFORE + j) * X + c, sum, n);
+            }
+        });
+    }
+
+    // A row that is left in the window also gets its gradient there.
+    void store_edge(int64_t t, int64_t c, int64_t n, vf sum) {
+        int64_t X = pb.X, s = block.sequence, start = pb.starts[s], left = t - pb.starts[s + 1] + BEFORE;
+        if (t >= block.end || (t < block.first && block.first > start)) return;
+        if (left >= 0) sum += load_n(d_window_out + (s * BEFORE + left) * X + c, n);
+        store_n(t < start ? d_window + (s * BEFORE + t - start + BEFORE) * X + c : dx + t * X + c, sum, n);
+    }
+};
 
 }  // namespace
 
@@ -115,12 +156,13 @@ TRIVIUM_KERNEL void trivium_short_conv(
     std::vector<float> taps = turned(weight, X);
     parallel(threads_for(num_threads, pb), blocks.size(), [&](int64_t b) {
         auto [s, first, last] = blocks[b];
-        for (int64_t t = first; t < last; t++) {
-            const float* rows[TAPS] = {pb.row(s, t - 3), pb.row(s, t - 2), pb.row(s, t - 1), pb.row(s, t)};
-            for (int64_t c = 0; c < X; c += W) {
-                vf z = convolve(rows, taps.data(), X, c);
-                store_n(y + t * X + c, z * sigmoid(z), X - c);
-            }
+        const float* rows[BEFORE + QUAD];
+        for (int64_t t = first; t < last; t += t + QUAD <= last ? QUAD : 1) {
+            for (int j = 0; j < BEFORE + QUAD; j++) rows[j] = pb.row(s, std::min(t - BEFORE + j, last - 1));
+            if (t + QUAD <= last)
+                forward_tokens<QUAD>(rows, taps.data(), X, y + t * X);
+            else
+                forward_tokens<1>(rows, taps.data(), X, y + t * X);
         }
         int64_t end = starts[s + 1];
         for (int j = 0; j < BEFORE && last == end; j++)
@@ -137,13 +179,15 @@ TRIVIUM_KERNEL void trivium_short_conv_backward(
     std::vector<Block> blocks = blocks_of(pb);
     std::vector<float> taps = turned(weight, X);
     int64_t count = blocks.size(), parts = (X + COLUMNS - 1) / COLUMNS;
-    std::unique_ptr<float[]> d_taps(new float[count * TAPS * X]);
+    static thread_local Buffer sums_buffer;
+    float* d_taps = sums_buffer.at_least(count * TAPS * X);
     parallel(threads_for(num_threads, pb), count * parts, [&](int64_t item) {
+        static thread_local Buffer buffer;
         int64_t b = item / parts, c = item % parts * COLUMNS;
-        backward_block(
+        BackwardBlock{
             pb, blocks[b], c, std::min(c + COLUMNS, X), taps.data(), dy, d_window_out, dx, d_window,
-            d_taps.get() + b * TAPS * X
-        );
+            d_taps + b * TAPS * X, buffer.at_least(BEFORE * COLUMNS)
+        }.run();
     });
     std::vector<double> total(TAPS * X);  // in double: a long text has thousands of blocks
     for (int64_t b = 0; b < count; b++)

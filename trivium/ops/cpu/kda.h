@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernel.h"
+#include "rows.h"
 
 namespace trivium::kda {
 
@@ -78,16 +78,6 @@ static inline void prefetch(const float* p, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(p + i, 0, 2);
 }
 
-// 1 / sqrt(sum of squares + 1e-6)
-static inline float inverse_norm(const float* x, int64_t count) {
-    vf squares = {};
-    for (int64_t i = 0; i < count; i += W) {
-        vf y = load_n(x + i, count - i);
-        squares = fma(y, y, squares);
-    }
-    return 1.0f / __builtin_sqrtf(sum(squares) + 1e-6f);
-}
-
 // Tokens of one head, ready for the passes: rows of Kp floats, zeros behind K.
 struct Prepared {
     float *q, *k, *decay, *write;  // write = beta k
@@ -111,30 +101,47 @@ static inline void prepare_beta(const Problem& pb, int64_t h, int64_t first, int
     }
 }
 
-// `ahead`: how many tokens further are those wanted next.
+// W tokens at a time: alone, each would wait for its sums, roots and quotients. `ahead`: how many tokens further are
+// those wanted next. e^-87 for a decay below it, where a bound so low is given, is as good as 0.
 static inline void prepare(
-    const Problem& pb, int64_t h, int64_t first, int64_t count, const Prepared& out, int64_t ahead
+    const Problem& pb, int64_t h, int64_t first, int64_t count, Prepared out, int64_t ahead
 ) {
     int64_t K = pb.K, Kp = pb.padded_k();
-    float q_scale = 1.0f / __builtin_sqrtf((float)K), A = exp_A(pb, h);
+    float q_scale = 1.0f / __builtin_sqrtf((float)K), A = exp_A(pb, h), lower_bound = pb.lower_bound;
+    const float* bias = pb.dt_bias + h * K;
     prepare_beta(pb, h, first, count, out.beta);
-    for (int64_t t = 0; t < count; t++) {
-        const float* q = pb.q.p + (first + t) * pb.q.stride + h * K;
-        const float* k = pb.k.p + (first + t) * pb.k.stride + h * K;
-        const float* decay_in = pb.decay_in.p + (first + t) * pb.decay_in.stride + h * K;
-        prefetch(q + ahead * pb.q.stride, K);
-        prefetch(k + ahead * pb.k.stride, K);
-        prefetch(decay_in + ahead * pb.decay_in.stride, K);
-        float q_norm = out.q_norm[t] = inverse_norm(q, K), k_norm = out.k_norm[t] = inverse_norm(k, K);
-        for (int64_t i = 0; i < K; i += W) {
-            int64_t n = K - i, at = t * Kp + i;
-            vf key = load_n(k + i, n) * k_norm;
-            store(out.q + at, load_n(q + i, n) * (q_norm * q_scale));
-            store(out.k + at, key);
-            store(out.write + at, key * out.beta[t]);
-            vf gate = sigmoid(A * (load_n(decay_in + i, n) + load_n(pb.dt_bias + h * K + i, n)));
-            store(out.decay + at, vf{});  // a row behind K is 0 and stays 0, whatever A_log is
-            store_n(out.decay + at, exp(pb.lower_bound * gate), n);
+    for (int64_t start = 0; start < count; start += W) {
+        int64_t end = std::min<int64_t>(start + W, count);
+        vf q_squares[W] = {}, k_squares[W] = {};
+        for (int64_t t = start; t < end; t++) {
+            const float* q = pb.q.p + (first + t) * pb.q.stride + h * K;
+            const float* k = pb.k.p + (first + t) * pb.k.stride + h * K;
+            const float* decay_in = pb.decay_in.p + (first + t) * pb.decay_in.stride + h * K;
+            prefetch(q + ahead * pb.q.stride, K);
+            prefetch(k + ahead * pb.k.stride, K);
+            prefetch(decay_in + ahead * pb.decay_in.stride, K);
+            vf q_square = {}, k_square = {};
+            columns(K, [&](int64_t i, int64_t n) {
+                int64_t at = t * Kp + i;
+                vf query = load_n(q + i, n), key = load_n(k + i, n);
+                q_square = fma(query, query, q_square), k_square = fma(key, key, k_square);
+                store(out.q + at, query), store(out.k + at, key);
+                vf gate = sigmoid(A * (load_n(decay_in + i, n) + load_n(bias + i, n)));
+                if (n < W) store(out.decay + at, vf{});  // a row behind K is 0 and stays 0, whatever A_log is
+                store_n(out.decay + at, exp_normal(lower_bound * gate), n);
+            });
+            q_squares[t - start] = q_square, k_squares[t - start] = k_square;
+        }
+        store(out.q_norm + start, 1.0f / sqrt(sums(q_squares) + 1e-6f));
+        store(out.k_norm + start, 1.0f / sqrt(sums(k_squares) + 1e-6f));
+        for (int64_t t = start; t < end; t++) {
+            vf q_norm = splat(out.q_norm[t] * q_scale), k_norm = splat(out.k_norm[t]), beta = splat(out.beta[t]);
+            for (int64_t at = t * Kp; at < (t + 1) * Kp; at += W) {
+                vf key = load(out.k + at) * k_norm;
+                store(out.q + at, load(out.q + at) * q_norm);
+                store(out.k + at, key);
+                store(out.write + at, key * beta);
+            }
         }
     }
 }
@@ -151,6 +158,13 @@ static inline void load_block(
 static inline void store_block(const float* block, int64_t V, int64_t columns, int64_t rows, float* p) {
     for (int64_t i = 0; i < rows; i++)
         for (int n = 0; n < VB && n < columns; n += W) store_n(p + i * V + n, load(block + i * VB + n), columns - n);
+}
+
+// The same address, but what lies there is to be read where it is used: of 16 vector registers none is free for it, and
+// a sum that leaves its register for the stack instead takes three times as long a term.
+static inline const float* in_memory(const float* p) {
+    asm volatile("" : "+r"(p) : : "memory");
+    return p;
 }
 
 static inline void load_row(const float* p, int64_t columns, vf* out) {

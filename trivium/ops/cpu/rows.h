@@ -28,6 +28,22 @@ static inline float* partials(int64_t blocks, int64_t width) {
     return buffer.at_least(blocks * width);
 }
 
+// Lane i: the sum over the lanes of x[i].
+template <int STEP = 1>
+static inline vf sums(vf* x) {
+    if constexpr (STEP == W) {
+        return x[0];
+    } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < W / STEP; i += 2) {
+            vf a = x[i], b = x[i + 1];
+            exchange<STEP>(a, b, std::make_integer_sequence<int, W>{});
+            x[i / 2] = a + b;
+        }
+        return sums<2 * STEP>(x);
+    }
+}
+
 // Sums along a row of `width`: add(i, n, s) adds the terms of n <= W columns from i on to the K vectors s.
 template <int K, typename F>
 static inline void row_sums(int64_t width, float (&sums)[K], F&& add) {

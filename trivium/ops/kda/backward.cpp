@@ -11,22 +11,6 @@ using namespace trivium::kda;
 
 namespace {
 
-// Lane i: the sum over the lanes of x[i].
-template <int STEP = 1>
-inline vf sums(vf* x) {
-    if constexpr (STEP == W) {
-        return x[0];
-    } else {
-#pragma GCC unroll 16
-        for (int i = 0; i < W / STEP; i += 2) {
-            vf a = x[i], b = x[i + 1];
-            exchange<STEP>(a, b, std::make_integer_sequence<int, W>{});
-            x[i / 2] = a + b;
-        }
-        return sums<2 * STEP>(x);
-    }
-}
-
 // What one block of columns gives to the gradients of a segment's tokens, before norms and gates.
 struct Gradients {
     float *q, *k, *g;    // rows of Kp
@@ -185,42 +169,56 @@ inline vf sigmoid_slope(vf x) {
     return e / (one * one);
 }
 
-// x's gradient through y = scale norm x, norm = (sum x^2 + eps)^-1/2: scale norm (dy - y^ (y^ . dy)), y^ = norm x
-inline void norm_gradient(const float* x, float norm, float scale, const float* dy, int64_t count, float* dx) {
-    vf products = {};
-    for (int64_t i = 0; i < count; i += W) products = fma(load_n(x + i, count - i) * norm, load(dy + i), products);
-    float along = sum(products);
-    for (int64_t i = 0; i < count; i += W) {
-        vf unit = load_n(x + i, count - i) * norm;
-        store_n(dx + i, (scale * norm) * fma(-along, unit, load(dy + i)), count - i);
-    }
-}
-
-// Through the norms, the gate and beta's sigmoid, to the raw inputs of a segment's tokens. Writes over `d.q`.
+// Through the norms, the gate and beta's sigmoid, to the raw inputs of a segment's tokens, W at a time. Writes over
+// `d.q`. y = scale norm x, norm = (sum x^2 + eps)^-1/2, has dx = scale norm (dy - u (u . dy)) with u = norm x.
 void finish_segment(
     const Problem& pb, int64_t h, const Segment& seg, int64_t segment_idx, const Prepared& in, const Gradients& d,
     const InputGradients& out
 ) {
     int64_t H = pb.H, K = pb.K, Kp = pb.padded_k();
     float q_scale = 1.0f / __builtin_sqrtf((float)K), A = exp_A(pb, h);
+    const float* bias = pb.dt_bias + h * K;
     float* d_bias = out.dt_bias + (segment_idx * H + h) * K;
     std::fill_n(d_bias, K, 0.0f);
     vf d_A = {};
-    for (int64_t t = 0; t < seg.count; t++) {
-        int64_t token = seg.first + t, row = (token * H + h) * K;
-        float* dq = d.q + t * Kp;
-        for (int64_t i = 0; i < Kp; i += W) store(dq + i, fma(d.out[t], load(in.write + t * Kp + i), load(dq + i)));
-        norm_gradient(pb.q.p + token * pb.q.stride + h * K, in.q_norm[t], q_scale, dq, K, out.q + row);
-        norm_gradient(pb.k.p + token * pb.k.stride + h * K, in.k_norm[t], 1.0f, d.k + t * Kp, K, out.k + row);
-        float beta_in = pb.beta_in.p[token * pb.beta_in.stride + h];
-        out.beta_in[token * H + h] = d.beta[t] * sigmoid_slope(splat(beta_in))[0];
-        const float* decay_in = pb.decay_in.p + token * pb.decay_in.stride + h * K;
-        for (int64_t i = 0; i < K; i += W) {
-            vf x = A * (load_n(decay_in + i, K - i) + load_n(pb.dt_bias + h * K + i, K - i));
-            vf dx = load(d.g + t * Kp + i) * pb.lower_bound * sigmoid_slope(x);
-            d_A = fma(dx, x, d_A);
-            store_n(out.decay_in + row + i, dx * A, K - i);
-            store_n(d_bias + i, fma(A, dx, load_n(d_bias + i, K - i)), K - i);
+    for (int64_t start = 0; start < seg.count; start += W) {
+        int64_t end = std::min<int64_t>(start + W, seg.count);
+        vf q_products[W] = {}, k_products[W] = {};
+        float q_along[W], k_along[W], beta_in[W] = {}, beta_slope[W];  // the first two: u . dy
+        for (int64_t t = start; t < end; t++) {
+            const float* q = pb.q.p + (seg.first + t) * pb.q.stride + h * K;
+            float d_out = d.out[t];
+            vf q_product = {}, k_product = {};
+            columns(K, [&](int64_t i, int64_t n) {
+                int64_t at = t * Kp + i;
+                vf dq = fma(d_out, load(in.write + at), load(d.q + at));
+                store(d.q + at, dq);
+                q_product = fma(load_n(q + i, n), dq, q_product);
+                k_product = fma(load(in.k + at), load(d.k + at), k_product);
+            });
+            q_products[t - start] = q_product, k_products[t - start] = k_product;
+            beta_in[t - start] = pb.beta_in.p[(seg.first + t) * pb.beta_in.stride + h];
+        }
+        store(q_along, sums(q_products) * load(in.q_norm + start));
+        store(k_along, sums(k_products));
+        store(beta_slope, sigmoid_slope(load(beta_in)));
+        for (int64_t t = start; t < end; t++) {
+            int64_t token = seg.first + t, row = (token * H + h) * K;
+            const float* q = pb.q.p + token * pb.q.stride + h * K;
+            const float* decay_in = pb.decay_in.p + token * pb.decay_in.stride + h * K;
+            float q_scaled = q_scale * in.q_norm[t], k_norm = in.k_norm[t];
+            float along_q = -q_along[t - start] * in.q_norm[t], along_k = -k_along[t - start];
+            out.beta_in[token * H + h] = d.beta[t] * beta_slope[t - start];
+            columns(K, [&](int64_t i, int64_t n) {
+                int64_t at = t * Kp + i;
+                store_n(out.q + row + i, q_scaled * fma(along_q, load_n(q + i, n), load(d.q + at)), n);
+                store_n(out.k + row + i, k_norm * fma(along_k, load(in.k + at), load(d.k + at)), n);
+                vf x = A * (load_n(decay_in + i, n) + load_n(bias + i, n));
+                vf dx = load(d.g + at) * pb.lower_bound * sigmoid_slope(x);
+                d_A = fma(dx, x, d_A);
+                store_n(out.decay_in + row + i, dx * A, n);
+                store_n(d_bias + i, fma(A, dx, load_n(d_bias + i, n)), n);
+            });
         }
     }
     out.A_log[segment_idx * H + h] = sum(d_A);

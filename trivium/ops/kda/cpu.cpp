@@ -28,17 +28,16 @@ inline void begin_token(float* S, int64_t Kp, const float* decay, const float* k
 // S <- S + write miss^T; out = S^T q; and, with NEXT, the next token's begin.
 template <bool NEXT>
 inline void end_token(
-    float* S, int64_t Kp, const float* write, const vf* miss, const float* q, vf* out, const float* next_decay,
+    float* S, int64_t Kp, const float* write, const float* miss, const float* q, vf* out, const float* next_decay,
     const float* next_k, vf* next_read
 ) {
-    vf e[NV], o[NV] = {}, r[NV] = {};
-    for (int n = 0; n < NV; n++) e[n] = miss[n];
+    vf o[NV] = {}, r[NV] = {};
     for (int64_t i = 0; i < Kp; i++) {
         vf w = splat(write[i]), query = splat(q[i]), d, key;
         if (NEXT) d = splat(next_decay[i]), key = splat(next_k[i]);
 #pragma GCC unroll 4
         for (int n = 0; n < NV; n++) {
-            vf s = fma(w, e[n], load(S + i * VB + n * W));
+            vf s = fma(w, load(miss + n * W), load(S + i * VB + n * W));
             o[n] = fma(query, s, o[n]);
             if (NEXT) {
                 s = s * d;
@@ -60,19 +59,20 @@ void forward_tile(
     float* o, float* miss, int64_t o_stride
 ) {
     vf read[NV], value[NV], e[NV], out[NV];
+    alignas(64) float row[VB];
     begin_token(S, Kp, in.decay, in.k, read);
     for (int64_t t = 0; t < count; t++) {
         prefetch(v + (t + TILE) * v_stride, std::min<int64_t>(VB, columns));
         prefetch(o + (t + TILE) * o_stride, std::min<int64_t>(VB, columns));
         if (miss) prefetch(miss + (t + TILE) * o_stride, std::min<int64_t>(VB, columns));
         load_row(v + t * v_stride, columns, value);
-        for (int n = 0; n < NV; n++) e[n] = value[n] - read[n];
+        for (int n = 0; n < NV; n++) store(row + n * W, e[n] = value[n] - read[n]);
         if (miss) store_row(miss + t * o_stride, e, columns);
-        const float *write = in.write + t * Kp, *q = in.q + t * Kp;
+        const float *write = in.write + t * Kp, *q = in.q + t * Kp, *miss_now = in_memory(row);
         if (t + 1 < count)
-            end_token<true>(S, Kp, write, e, q, out, in.decay + (t + 1) * Kp, in.k + (t + 1) * Kp, read);
+            end_token<true>(S, Kp, write, miss_now, q, out, in.decay + (t + 1) * Kp, in.k + (t + 1) * Kp, read);
         else
-            end_token<false>(S, Kp, write, e, q, out, nullptr, nullptr, read);
+            end_token<false>(S, Kp, write, miss_now, q, out, nullptr, nullptr, read);
         store_row(o + t * o_stride, out, columns);
     }
 }

@@ -91,9 +91,12 @@ TRIVIUM_KERNEL void trivium_gated_rms_norm(
     parallel_rows(num_threads, rows, V, [&](int64_t, int64_t first, int64_t end) {
         float r[GROUP];
         auto sums = [&](int64_t t, int64_t k) { r[k] = rms_inv(o_all + t * V, V, eps); };
+        int64_t ahead = 2048;  // the sums read o in bursts, which no hardware foresees
         by_groups(first, end, V, sums, [&](int64_t t, int64_t k) {
             const float *o = o_all + t * V, *gate = gate_all + t * V;
             columns(V, [&](int64_t i, int64_t n) {
+                __builtin_prefetch(o + i + ahead);
+                __builtin_prefetch(gate + i + ahead);
                 vf normed = load_n(o + i, n) * r[k] * load_n(weight + i, n);
                 store_n(y_all + t * V + i, normed * sigmoid(load_n(gate + i, n)), n);
             });
