@@ -17,7 +17,8 @@ from trivium.checkpoint.gguf import byte_level_chars, latent_scale, merges_of, m
 from trivium.config import model_preset
 from trivium.model.init import generator_of, initialise_
 from trivium.model.kimi_k3 import KimiK3
-from trivium.ops import mxfp4
+from trivium.model.step import DecodeState, Stepper
+from trivium.ops import cpu, mxfp4
 from trivium.ops.backend import use_backend
 from trivium.ops.kda import gate
 from trivium.ops.rows import Rows
@@ -266,27 +267,38 @@ def llama(path, num_ctx):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["default", "torch", "decode step"])
 @pytest.mark.parametrize("name", ["nano", "bench"])
-def test_llama_cpp_writes_what_we_write(name, tmp_path):
+def test_llama_cpp_writes_what_we_write(name, how, tmp_path):
     """Greedy, 96 tokens behind a prompt of 40: the same id wherever our two best are 1e-3 apart, top 5 within 1e-3."""
     pytest.importorskip("gguf")
-    model = network(model_preset(name), noise=0.02)
+    if how == "decode step" and cpu.missing:
+        pytest.skip(cpu.missing)
+    model = network(model_preset(name), noise=0.02).eval()
     write_gguf(model, tmp_path / "m.gguf")
     peer = llama(tmp_path / "m.gguf", 256)
-    ids = torch.randint(0, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(0)).tolist()
-    state, past, num_clear = model.empty_state(1), 0, 0
-    with torch.no_grad(), use_backend("torch"):
-        for _ in range(96):
-            hidden_TD, state = model(torch.tensor(ids), Rows.one(len(ids), "cpu", past), state)
-            past += len(ids)
-            log_W = model.head(hidden_TD[-1:])[0].log_softmax(-1)
-            peer_W = torch.tensor(peer.feed(ids)).log_softmax(-1)
+    prompt = torch.randint(0, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    num_clear = 0
+    with torch.no_grad(), use_backend("torch" if how == "torch" else None):
+        hidden_TD, state = model(prompt, Rows.one(40), model.empty_state(1))
+        logits_W, peer_W = model.head(hidden_TD[-1:])[0], peer.feed(prompt.tolist())
+        stepper, memory = (
+            (Stepper(model), DecodeState.of(model.config, state)) if how == "decode step" else (None, None)
+        )
+        for past in range(40, 136):
+            peer_W, log_W = torch.tensor(peer_W).log_softmax(-1), logits_W.log_softmax(-1)
             top = log_W.topk(5)
             torch.testing.assert_close(peer_W[top.indices], top.values, rtol=0, atol=1e-3)
             if top.values[0] - top.values[1] >= 1e-3:
                 num_clear += 1
                 assert peer_W.argmax() == top.indices[0]
-            ids = [int(top.indices[0])]
+            best = int(top.indices[0])
+            if stepper is not None:
+                logits_W = stepper(best, memory).clone()
+            else:
+                hidden_TD, state = model(torch.tensor([best]), Rows.one(1, past=past), state)
+                logits_W = model.head(hidden_TD)[0]
+            peer_W = peer.feed([best])
     assert num_clear >= 64
 
 
