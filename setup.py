@@ -7,6 +7,7 @@ torch path serves. TRIVIUM_NATIVE=0 builds nothing; TRIVIUM_NATIVE=1 makes a fai
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -20,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 OPS = ROOT / "trivium" / "ops"
 sys.path.insert(0, str(OPS / "cpu"))
-from sources import FLAGS, ISA_FLAGS, fingerprint, source_files
+from sources import BUILD_LOG, FLAGS, ISA_FLAGS, fingerprint, source_files
 
 
 class BuildKernels(build_ext):
@@ -35,8 +36,10 @@ class BuildKernels(build_ext):
         except (OSError, subprocess.CalledProcessError) as error:
             if os.environ.get("TRIVIUM_NATIVE") == "1":
                 raise
-            reason = error.stderr or str(error) if isinstance(error, subprocess.CalledProcessError) else str(error)
-            print(f"trivium: CPU kernels not built, the torch path will serve: {reason}", file=sys.stderr)
+            stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+            print(f"trivium: CPU kernels not built, the torch path will serve: {stderr or error}", file=sys.stderr)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / BUILD_LOG).write_text(f"the C++ compiler failed: {first_error(stderr) or error}\n")
 
     def get_outputs(self) -> list[str]:
         return []
@@ -47,31 +50,50 @@ def build(folder: Path, scratch: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"plain": []}
     compiler = os.environ.get("CXX", "c++")
-    stamp = f'-DTRIVIUM_FINGERPRINT="{fingerprint(OPS)}"'
-    jobs = []
+    jobs, objects = [], {isa: [] for isa in isas}
     for isa, flags in isas.items():
         (scratch / isa).mkdir(parents=True, exist_ok=True)
         for source in source_files(OPS):
-            target = scratch / isa / f"{source.parent.name}_{source.stem}.o"
-            if stale(target, source):
-                jobs.append([compiler, *FLAGS, *flags, stamp, f"-I{OPS / 'cpu'}", "-c", str(source), "-o", str(target)])
+            command = [compiler, *FLAGS, *flags, f"-I{OPS / 'cpu'}", "-c", str(source)]
+            if source == OPS / "cpu" / "cpu.cpp":  # it holds the fingerprint of all sources
+                command.append(f'-DTRIVIUM_FINGERPRINT="{fingerprint(OPS)}"')
+            target = scratch / isa / f"{source.parent.name}_{source.stem}_{digest(command, source)}.o"
+            objects[isa].append(str(target))
+            if not target.exists():
+                jobs.append((command, target))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done in pool.map(lambda job: subprocess.run(job, check=True, capture_output=True, text=True), jobs):
-            sys.stderr.write(done.stderr)
+        list(pool.map(compile_one, jobs))
     for isa in isas:
         target = folder / f"libtrivium_{isa}.so"
-        objects = [str(scratch / isa / f"{source.parent.name}_{source.stem}.o") for source in source_files(OPS)]
         # OpenMP stays unresolved: the library takes the runtime that torch brought, and there are not two pools of threads.
         part = target.with_suffix(".part")
-        subprocess.run([compiler, "-shared", *objects, "-o", str(part)], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [compiler, "-shared", *objects[isa], "-o", str(part)], check=True, capture_output=True, text=True
+        )
         part.replace(target)
+        for old in {str(path) for path in (scratch / isa).iterdir()} - set(objects[isa]):
+            os.unlink(old)
+    (folder / BUILD_LOG).unlink(missing_ok=True)
 
 
-def stale(target: Path, source: Path) -> bool:
-    """cpu.cpp holds the fingerprint of all sources: it is never left as it was."""
-    needs = [source, *(OPS / "cpu").glob("*.h"), OPS / "cpu" / "sources.py", Path(__file__)]
-    made_s = target.stat().st_mtime if target.exists() else 0.0
-    return source.name == "cpu.cpp" and source.parent.name == "cpu" or made_s <= max(p.stat().st_mtime for p in needs)
+def compile_one(job: tuple[list[str], Path]) -> None:
+    command, target = job
+    part = target.with_suffix(".part")
+    done = subprocess.run([*command, "-o", str(part)], check=True, capture_output=True, text=True)
+    sys.stderr.write(done.stderr)
+    part.replace(target)
+
+
+def digest(command: list[str], source: Path) -> str:
+    """Of all that an object file comes from but the compiler's version: times of files do not tell."""
+    found = hashlib.sha256(repr(command).encode())
+    for path in (source, *sorted((OPS / "cpu").glob("*.h"))):
+        found.update(path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def first_error(stderr: str) -> str | None:
+    return next((line for line in stderr.splitlines() if "error" in line), None)
 
 
 setup(ext_modules=[Extension("trivium.ops.cpu._kernels", sources=[])], cmdclass={"build_ext": BuildKernels})

@@ -300,6 +300,7 @@ if __name__ == "__main__":
         raise SystemExit(f"no native backend: {cpu.missing}")
     torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(0)
+    cpu.keep_memory()  # as a training run does; for transformers' models too
     name, *arguments = sys.argv[1:]
     found = PROGRAMS[name](*(int(x) if x.isdigit() else x for x in arguments))
     assert all(math.isfinite(figure) for figure in found["figures"])

@@ -163,7 +163,8 @@ class Model:
     ) -> Iterator[Piece]:
         """`generate`, piece by piece: one piece a token, the last one with its finish_reason.
 
-        Raises ValueError before the first token for a prompt or an option that is wrong.
+        Weights that change between two pieces hold from the next one on; a trace or a hook has to be there before the
+        first. Raises ValueError before the first token for a prompt or an option that is wrong.
         """
         prompt_ids = self._prompt_ids(prompt)
         check_sampling(temperature, top_p)
@@ -224,15 +225,23 @@ class Model:
 
         def fused() -> Callable[[int], Tensor]:
             stepper, held = Stepper(self.network), DecodeState.of(self.config, state)
-            return lambda id_: stepper(id_, held)[None]
 
-        native = fused if serves(self.network) else None
+            def step(id_: int) -> Tensor:
+                nonlocal stepper
+                if stepper.is_stale:
+                    stepper = Stepper(self.network)
+                return stepper(id_, held)[None]
+
+            return step
+
+        native = fused if serves(self.network) else by_forward
         with self._chosen_backend():
             return choose("decode step", reference=by_forward, torch=by_forward, native=native)()
 
     def _stream(self, prompt_ids, max_tokens, temperature, top_p, generator, stop) -> Iterator[Piece]:
         logits_1W, state = self._next(prompt_ids, self.network.empty_state(1), 0)
         step = self._stepper(state) if max_tokens > 1 else None
+        del state  # the fused step has its own, and of a long prompt one is large
         decoder = self.tokenizer.decoder() if self.tokenizer is not None else None
         held = ""  # text that may still turn out to be the beginning of a stop string
         for count in range(1, max_tokens + 1):

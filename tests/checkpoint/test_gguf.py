@@ -14,7 +14,7 @@ from tests.tiny import tiny_config
 from trivium.chat.bpe import train_bpe
 from trivium.chat.tokenizer import train_tokenizer
 from trivium.checkpoint.gguf import byte_level_chars, latent_scale, merges_of, mxfp4_blocks, write_gguf
-from trivium.config import model_preset
+from trivium.config import K3Config, model_preset
 from trivium.model.init import generator_of, initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.model.step import DecodeState, Stepper
@@ -36,6 +36,12 @@ def network(config, noise=0.1):
         for name, value in model.state_dict().items():
             value.add_(noise * torch.randn(value.shape, generator=generator_of(name, 1)))
     return model.eval()
+
+
+def with_length(config, length):
+    source = config.to_json()
+    source["text_config"]["max_position_embeddings"] = length
+    return K3Config.from_json(source)
 
 
 def read(path):
@@ -171,26 +177,40 @@ def test_in_16_bits_vectors_convolutions_and_the_router_stay(tmp_path, dtype, ki
     assert {name.split(".")[2] for name in matrices} == {*(f"ssm_conv1d_{x}" for x in "qkv"), "ffn_gate_inp"}
 
 
-def test_a_number_float16_cannot_hold_is_named_and_the_file_before_stays(tmp_path):
+def test_a_number_float16_cannot_hold_is_named(tmp_path):
     pytest.importorskip("gguf")
     model = network(tiny_config(NUM_RANKS))
     with torch.no_grad():
         model.language_model.lm_head.weight[3, 4] = 7e4
-    (tmp_path / "m.gguf").write_bytes(b"before")
     with pytest.raises(ValueError, match=r"^output.weight: wanted at most 65504 for F16, got 70000$"):
         write_gguf(model, tmp_path / "m.gguf", dtype="float16")
-    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
-    assert (tmp_path / "m.gguf").read_bytes() == b"before"
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_file_before(tmp_path, monkeypatch):
+def test_a_file_that_is_there_stays_also_one_that_came_meanwhile(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    model, path = network(tiny_config(NUM_RANKS)), tmp_path / "m.gguf"
+    write = gguf.GGUFWriter.write_tensor_data
+
+    def meanwhile(*args):
+        path.write_bytes(b"before")
+        write(*args)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", meanwhile)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="m.gguf: is there already and is not overwritten"):
+            write_gguf(model, path)
+        assert [(x.name, x.read_bytes()) for x in tmp_path.iterdir()] == [("m.gguf", b"before")]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(OSError, match="m.gguf: cannot be written: No space left on device; nothing was replaced"):
+    with pytest.raises(OSError, match="m.gguf: cannot be written: No space left on device"):
         write_gguf(network(tiny_config(NUM_RANKS)), tmp_path / "m.gguf")
     assert not list(tmp_path.iterdir())
 
@@ -208,6 +228,10 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
         (lambda c: replace(c, full_attn_layers=()), "wants KDA and MLA layers, got 0 MLA of 3"),
         (lambda c: replace(c, full_attn_layers=(1, 2, 3)), "wants KDA and MLA layers, got 3 MLA of 3"),
         (lambda c: replace(c, moe=replace(c.moe, num_experts=1025)), "at most 1024 experts, got 1025"),
+        (
+            lambda c: with_length(c, None),
+            r"wants max_position_embeddings from 1 to 2\^32 - 1, got None",
+        ),
     ],
 )
 def test_what_llama_cpp_cannot_hold_is_refused(tmp_path, change, wanted):

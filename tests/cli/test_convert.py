@@ -244,7 +244,7 @@ def test_gguf_of_a_released_checkpoint_keeps_its_packed_experts_or_unpacks_them(
     packed = json.loads(main(capsys, "convert", released, tmp_path / "p.gguf", "--to", "gguf", "--json")[1])
     assert packed["before"]["experts"] == packed["after"]["experts"] == "packed"
     assert packed["after"]["num_bytes"] == (tmp_path / "p.gguf").stat().st_size
-    assert packed["left_out"] == ["the vision tower", "a tokenizer, which the folder does not have"]
+    assert packed["left_out"] == ["the vision tower", "a tokenizer, which the folder does not have", "a chat template"]
     count, fields = kinds(tmp_path / "p.gguf")
     assert count.keys() == {"F32", "BF16", "MXFP4"} and count["MXFP4"] == 24
     assert fields["tokenizer.ggml.model"] == "none"

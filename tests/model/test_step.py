@@ -11,10 +11,12 @@ import trivium
 from trivium.config import KdaConfig, MlaConfig, MoeConfig
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
+from trivium.model.layers import Linear
+from trivium.model.state import KdaState
 from trivium.model.step import DecodeState, Stepper, serves
 from trivium.ops import cpu
 from trivium.ops.backend import use_backend
-from trivium.ops.decode import PHASES
+from trivium.ops.decode import PHASES, decode_step
 from trivium.ops.decode.native import structure_sizes
 from trivium.ops.rows import Rows
 
@@ -235,3 +237,78 @@ def test_generate_takes_the_step_unless_told_otherwise(monkeypatch):
     with trivium.trace(held) as t:
         ids()
     assert not steps and len(t["final_hidden"]) == 3 + 8
+
+
+def test_a_backend_that_is_asked_for_serves_where_the_step_does_not():
+    held = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32", backend="native", deterministic=True)
+    assert len(held.generate([1, 2, 3], max_tokens=4, temperature=0).ids) == 4
+    held = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32", backend="native")
+    with trivium.trace(held) as t:
+        held.generate([1, 2, 3], max_tokens=4, temperature=0)
+    assert len(t["final_hidden"]) == 3 + 3
+
+
+def test_a_module_that_computes_something_else_is_not_passed_over():
+    class Doubled(Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    held = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32")
+    mixer = held.network.language_model.model.layers[0].self_attn
+    doubled = Doubled(*mixer.o_proj.weight.T.shape)
+    doubled.weight = mixer.o_proj.weight
+    mixer.o_proj = doubled
+    assert not serves(held.network)
+
+
+def test_weights_that_change_hold_from_the_next_token_on():
+    """Vectors, which the step copied, as well as matrices, which it did not."""
+    held = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32")
+    before = {name: x.clone() for name, x in held.network.state_dict().items()}
+
+    def logprobs(backend):
+        held.network.load_state_dict(before)
+        found = []
+        with use_backend(backend):
+            for piece in held.stream([1, 2, 3], max_tokens=5, temperature=1.0, seed=3):
+                found += piece.logprobs
+                if len(found) == 2:
+                    with torch.no_grad():
+                        for parameter in held.network.parameters():
+                            parameter.mul_(1.1)
+        return torch.tensor(found)
+
+    torch.testing.assert_close(logprobs(None), logprobs("torch"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_made_with_gradients_keeps_none_of_their_graph():
+    network = fixture("k3-tiny-a")
+    _, state = network(torch.tensor([1, 2, 3]), Rows.one(3), network.empty_state(1))
+    assert any(layer.state_SHKV.requires_grad for layer in state.layers if isinstance(layer, KdaState))
+    held = DecodeState.of(network.config, state)
+    assert not any(x.requires_grad for own in held.memory for x in (own.state, own.ring) if x is not None)
+
+
+def test_memory_that_the_step_could_not_use_is_named():
+    network = fixture("k3-tiny-a")
+    plan = Stepper(network).plan
+    _, state = network(torch.tensor([1, 2, 3]), Rows.one(3), network.empty_state(1))
+
+    def wrong(match, change, position=3, seconds=None):
+        memory = DecodeState.of(network.config, state).memory
+        change(memory)
+        with pytest.raises(ValueError, match=match):
+            decode_step(plan, memory, 5, position, seconds)
+
+    kda = next(i for i, layer in enumerate(plan.layers) if not layer.is_mla)
+    mla = next(i for i, layer in enumerate(plan.layers) if layer.is_mla)
+    stack = lambda x: torch.stack([x, x], -1)[..., 0]
+    set_state = lambda i, f: lambda m: setattr(m[i], "state", f(m[i].state))
+    wrong("position of at least 0, got -1", lambda m: None, position=-1)
+    wrong(f"layer {mla} has room for 256 tokens, got position 256", lambda m: None, position=256)
+    wrong(f"layer {kda}'s state: wanted contiguous", set_state(kda, stack))
+    wrong(f"layer {mla}'s state: wanted contiguous", set_state(mla, stack))
+    wrong(f"layer {kda}'s state: wanted torch.float32 .* got torch.float64", set_state(kda, torch.Tensor.double))
+    wrong(f"layer {kda}'s ring: wanted torch.float32 .* got none", lambda m: setattr(m[kda], "ring", None))
+    wrong("seconds: wanted torch.float64", lambda m: None, seconds=torch.zeros(len(PHASES)))
+    wrong("seconds: wanted torch.float64", lambda m: None, seconds=torch.zeros(3, dtype=torch.float64))

@@ -117,6 +117,18 @@ def test_native_is_registered_whole():
     torch.library.opcheck(native._cross_entropy_sum, args, test_utils=checks)
 
 
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("penalty", ["of the loss", "apart"])
+def test_a_second_derivative_is_refused_and_not_wrong(backend, penalty):
+    hidden_TD, weight_WD, targets_T, scale_T = case(5)
+    hidden_TD.requires_grad_()
+    with use_backend(backend):
+        total = cross_entropy_sum(hidden_TD, weight_WD, targets_T, scale_T)
+        (grad,) = torch.autograd.grad(total**2 if penalty == "of the loss" else total, hidden_TD, create_graph=True)
+        with pytest.raises(RuntimeError):
+            (grad.square().sum() + total).backward()
+
+
 def test_what_does_not_fit_is_named():
     hidden_TD, weight_WD, targets_T, scale_T = case(3)
     with pytest.raises(ValueError, match=r"^loss: wanted hidden \[T, D\], .* got \(3, 5\), \(11, 6\) and \(3,\)$"):

@@ -237,6 +237,9 @@ def test_native_takes_packed_and_dense_matrices_side_by_side():
         y_TL = experts(latent_TL, experts_TA, weights_TA, *mixed)
         assert torch.equal(y_TL, want_TL)
         assert torch.autograd.grad(y_TL.sum(), latent_TL)[0].isfinite().all()
+    learnt = (packed[0], dense[1].clone().requires_grad_(), dense[2])
+    with pytest.raises(ValueError, match="a matrix beside packed ones has no gradient, got one that requires it"):
+        experts(latent_TL, experts_TA, weights_TA, *learnt)
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
@@ -303,6 +306,10 @@ def test_bad_input_is_named():
         experts(latent_TL, experts_TA, weights_TA, w1, w3.bfloat16(), w2)
     with pytest.raises(ValueError, match=r"experts: experts and weights are \(4, A\), got \(4, 3\) and \(4, 2\)"):
         experts(latent_TL, experts_TA, weights_TA[:, :2], w1, w3, w2)
+    with pytest.raises(
+        ValueError, match=r"experts: wanted at least one expert of each token, got \(4, 0\) of \(7, 6, 5\)"
+    ):
+        experts(latent_TL, experts_TA[:, :0], weights_TA[:, :0], w1, w3, w2)
     with pytest.raises(ValueError, match="experts: expert ids are int64, got torch.int32"):
         experts(latent_TL, experts_TA.int(), weights_TA, w1, w3, w2)
     with pytest.raises(ValueError, match="experts: the weights are torch.float32, got torch.bfloat16"):

@@ -329,6 +329,8 @@ def test_wrong_shapes_and_bounds_are_named():
     args = list(case.values())
     with pytest.raises(ValueError, match=r"kda: v wants shape \(4, 2, 23\), got \(3, 2, 23\)"):
         kda(*args[:2], args[2][:3], *args[3:7], rows)
+    with pytest.raises(ValueError, match="kda: wanted at least one head, key and value dimension, got H=2, K=29, V=0"):
+        kda(*args[:2], args[2][..., :0], *args[3:7], rows)
     with pytest.raises(ValueError, match=r"kda: state wants shape \(1, 2, 29, 23\), got \(1, 2, 23, 29\)"):
         kda(*args[:7], rows, args[7].transpose(2, 3))
     with pytest.raises(ValueError, match=r"kda: lower_bound -6.0 is outside \[-5.8, 0\)"):

@@ -215,6 +215,10 @@ def test_experts_stay_packed_until_asked_for():
     assert torch.equal(bits(weight.expert(2)), bits(unpack(packed, scale, torch.bfloat16)[2]))
     with pytest.raises(ValueError, match=r"packed experts are \[E, out, in/2\], got \(6, 32\)"):
         PackedWeight(packed=packed[0], scale=scale[0], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="mxfp4: scale is uint8, got torch.int32"):
+        PackedWeight(packed=packed, scale=scale.int(), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="mxfp4: packed lies on cpu, scale on meta"):
+        PackedWeight(packed=packed, scale=scale.to("meta"), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -50,12 +50,13 @@ def write_gguf(
 
     `dtype` is that of the matrices, None for the model's own; vectors, convolutions and the router are float32. Packed
     experts are written as MXFP4 with the values they have; others so by `pack_experts`. Without a `vocabulary` the file
-    has none, and llama.cpp takes and gives ids. Raises ValueError for what the format cannot hold, ImportError without
-    the package gguf, OSError with the file and the reason; then nothing was replaced.
+    has none, and llama.cpp takes and gives ids. Raises ValueError for what the format cannot hold and for a file that
+    is there already, ImportError without the package gguf, OSError with the file and the reason.
     """
     dtype = str(model.dtype).removeprefix("torch.") if dtype is None else dtype
     check_gguf(model.config, dtype)
     gguf, path = _gguf(), Path(path)
+    _check_free(path)
     if vocabulary is not None and vocabulary.size != model.config.vocab_size:
         raise ValueError(f"vocabulary: wanted {model.config.vocab_size} ids, got {vocabulary.size}")
 
@@ -85,13 +86,19 @@ def write_gguf(
         writer.flush()
         os.fsync(writer.fout[0].fileno())
         writer.close()
+        _check_free(path)  # it may have come meanwhile
         os.replace(temporary, path)
-        sync_folder(path.parent)
     except OSError as error:
-        raise OSError(f"{path}: cannot be written: {error.strerror or error}; nothing was replaced") from error
+        raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         writer.close()
         temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _check_free(path: Path) -> None:
+    if path.exists():
+        raise ValueError(f"{path}: is there already and is not overwritten; choose another file")
 
 
 def check_gguf(config: K3Config, dtype: str) -> None:
@@ -112,6 +119,9 @@ def check_gguf(config: K3Config, dtype: str) -> None:
     ):
         if number > most:
             raise ValueError(f"{limit} it wants at most {most} {what}, got {number}")
+    length = _context_length(config)
+    if type(length) is not int or not 1 <= length < 2**32:
+        raise ValueError(f"{limit} it wants max_position_embeddings from 1 to 2^32 - 1, got {length!r}")
 
 
 def _gguf() -> ModuleType:
@@ -320,11 +330,15 @@ EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 # --- What stands before the tensors -------------------------------------------------------------------------------
 
 
+def _context_length(config: K3Config) -> Any:
+    return config.to_json()["text_config"].get("max_position_embeddings", 2**20)
+
+
 def _add_geometry(writer: Any, config: K3Config) -> None:
     kda, mla, moe = config.kda, config.mla, config.moe
     whole = {
         "vocab_size": config.vocab_size,
-        "context_length": config.to_json()["text_config"].get("max_position_embeddings", 2**20),
+        "context_length": _context_length(config),
         "block_count": config.num_layers,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,

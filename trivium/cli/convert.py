@@ -141,6 +141,7 @@ def _to_gguf(run: Path, out: Path, pack: bool | None, dtype: str | None, as_json
         for what, missing in (
             ("the vision tower", model.config.vision is not None),
             ("a tokenizer, which the folder does not have", vocabulary is None),
+            ("a chat template", True),
         )
         if missing
     ]

@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from trivium.config import K3Config
 from trivium.model import trace
-from trivium.model.kda import KimiDeltaAttention
+from trivium.model.decoder import Decoder, Embedding, LanguageModel
+from trivium.model.kda import KimiDeltaAttention, ShortConv
 from trivium.model.kimi_k3 import KimiK3
 from trivium.model.layer import DecoderLayer
 from trivium.model.layers import Linear, Mlp, RMSNorm
 from trivium.model.mla import LATENT_NORM_EPS, GatedMla
-from trivium.model.moe import DenseStack, Experts, LatentMoe, PackedStack
+from trivium.model.moe import DenseStack, Experts, LatentMoe, PackedStack, Router
 from trivium.model.state import KdaState, LayerState, MlaState, ModelState
 from trivium.ops import cpu
 from trivium.ops.decode import (
@@ -33,11 +35,15 @@ from trivium.ops.decode import (
 )
 from trivium.ops.mxfp4 import PackedWeight
 
+# Of every module of a text model whose forward the step stands for: a subclass may compute something else.
+_KINDS = {LanguageModel, Decoder, Embedding, torch.nn.ModuleList, DecoderLayer, RMSNorm, Linear, Mlp}
+_KINDS |= {KimiDeltaAttention, ShortConv, GatedMla, LatentMoe, Router, Experts, DenseStack, PackedStack}
+
 
 def serves(network: KimiK3) -> bool:
     """Whether a Stepper of this model can stand for its forward now.
 
-    Not in deterministic mode, not while a trace runs, and not where part of the model was replaced by another.
+    Not in deterministic mode, not while a trace runs, and not where a module was replaced by another kind or has hooks.
     """
     config = network.config
     return (
@@ -46,8 +52,7 @@ def serves(network: KimiK3) -> bool:
         and network.dtype in (torch.float32, torch.bfloat16)
         and not network.deterministic
         and not trace.is_running()
-        and all(type(layer) is DecoderLayer for layer in network.language_model.model.layers)
-        and all(type(moe) is LatentMoe and type(moe.experts) is Experts for moe in network.moe_layers())
+        and all(type(module) in _KINDS for module in network.language_model.modules())
         and not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
         and config.moe.num_experts_per_token <= MAX_ACTIVE
         and config.num_layers <= MAX_BLOCKS
@@ -62,6 +67,7 @@ class DecodeState:
     length: int
 
     @classmethod
+    @torch.no_grad()
     def of(cls, config: K3Config, state: ModelState) -> DecodeState:
         """A copy of the state of one sequence. Raises ValueError for several, and for the deterministic mode's."""
         if len(state.lengths) != 1:
@@ -71,14 +77,14 @@ class DecodeState:
         for layer in state.layers:
             if isinstance(layer, MlaState):
                 width = row_width(config.mla.kv_lora_rank, config.mla.qk_rope_head_dim)
-                rows_UP = torch.zeros(_capacity(length), width, dtype=torch.float32)
+                rows_UP = torch.zeros(_capacity(length), width, dtype=torch.float32, device="cpu")
                 rows_UP[:length, : layer.latent.shape[1]] = layer.latent
                 _shared_key(rows_UP, config)[:length] = layer.shared_key
                 memory.append(LayerMemory(rows_UP))
             elif layer.pending is not None:
                 raise ValueError("decode: this state was kept in deterministic mode")
             else:
-                ring_4X = torch.zeros(4, layer.window_S3X.shape[-1], dtype=torch.float32)
+                ring_4X = torch.zeros(4, layer.window_S3X.shape[-1], dtype=torch.float32, device="cpu")
                 ring_4X[[(length + i) % 4 for i in range(1, 4)]] = layer.window_S3X[0].float()
                 memory.append(LayerMemory(layer.state_SHKV[0].clone(memory_format=torch.contiguous_format), ring_4X))
         return cls(memory=memory, length=length)
@@ -117,8 +123,8 @@ def _shared_key(rows_UP: Tensor, config: K3Config) -> Tensor:
 class Stepper:
     """`stepper(token_id, state)`: logits [W], float32, behind one more token of the state's sequence.
 
-    Weights are read where the model has them, small vectors were copied: a model that was trained on needs a new one.
-    Raises ValueError for a model that the step does not serve.
+    Weights are read where the model has them, small vectors were copied: where weights were changed since, by training
+    or loading, `is_stale` and a new one is needed. Raises ValueError for a model that the step does not serve.
     """
 
     def __init__(self, network: KimiK3) -> None:
@@ -131,6 +137,17 @@ class Stepper:
         top |= {"out_query": _query(text.model.output_attn_res_norm, text.model.output_attn_res_proj)}
         top |= {"out_norm": _vector(text.model.norm.weight)}
         self.plan = DecodePlan(_sizes(network.config), top, [_layer(layer) for layer in text.model.layers])
+        # Tensors made in inference mode count no changes and cannot be changed outside of it.
+        self._tensors = [x for x in (*text.parameters(), *text.buffers()) if not x.is_inference()]
+        self._changes = self._count_changes()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a weight or a buffer of the model was written to since."""
+        return self._count_changes() != self._changes
+
+    def _count_changes(self) -> int:
+        return sum(map(attrgetter("_version"), self._tensors))
 
     def __call__(self, token_id: int, state: DecodeState, seconds: Tensor | None = None) -> Tensor:
         state.make_room()

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from trivium.ops.once import once_differentiable
 
 
 def sigmoid(x: Tensor) -> Tensor:

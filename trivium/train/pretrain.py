@@ -23,6 +23,7 @@ from trivium.data.loader import Loader
 from trivium.data.pack import TokenStream
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
+from trivium.ops import cpu
 from trivium.train.groups import Group, build_optimisers, groups_table, parameter_groups
 from trivium.train.heldout import Heldout, excerpt, score
 from trivium.train.log import RunLog, sayer
@@ -116,6 +117,7 @@ def pretrain(
     """
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ValueError(f"tokenizer: {tokenizer.vocab_size} ids, but vocab_size is {config.model.vocab_size}")
+    cpu.keep_memory()
     model = KimiK3(config.model).to(config.device)
     initialise_(model, config.seed)
     groups = parameter_groups(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trivium.config import TILE
+from trivium.ops.once import once_differentiable
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Chunks, Rows
 

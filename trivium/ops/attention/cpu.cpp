@@ -20,7 +20,6 @@ constexpr int64_t LDQ = BLOCK + 16;
 constexpr int64_t ROWS = 256;  // latents that are expanded, or whose gradients are gathered, by one work item
 constexpr int64_t ITEMS = 16;  // the backward cuts its work in at least so many, if there are so many query blocks
 
-using Floats = std::unique_ptr<float[]>;
 
 struct Sequence {
     int64_t start, past, length, key_start;
@@ -315,11 +314,13 @@ TRIVIUM_KERNEL void trivium_latent_expanded(
     const float* kv_b, const int64_t* starts, const int64_t* past, float* o, float* lse, int64_t S, int64_t H, int64_t K,
     int64_t J, int64_t V, int64_t R
 ) {
-    Problem a = make_problem(num_threads, q_nope, q_rest, latent, shared, kv_b, starts, past, S, H, K, J, V, R);
-    Floats kv = expand(a);
-    std::vector<Item> items = make_items(a, num_pairs);
-    parallel(num_threads, (int64_t)items.size(), [&](int64_t i) {
-        attend(a, *items[i].sequence, items[i].h, items[i].part, kv.get(), o, lse);
+    guarded([&] {
+        Problem a = make_problem(num_threads, q_nope, q_rest, latent, shared, kv_b, starts, past, S, H, K, J, V, R);
+        Floats kv = expand(a);
+        std::vector<Item> items = make_items(a, num_pairs);
+        parallel(num_threads, (int64_t)items.size(), [&](int64_t i) {
+            attend(a, *items[i].sequence, items[i].h, items[i].part, kv.get(), o, lse);
+        });
     });
 }
 
@@ -329,79 +330,81 @@ TRIVIUM_KERNEL void trivium_latent_absorbed(
     const float* kv_b, const int64_t* starts, const int64_t* past, float* o, float* lse, int64_t S, int64_t H, int64_t K,
     int64_t J, int64_t V, int64_t R
 ) {
-    Problem a = make_problem(num_threads, q_nope, q_rest, latent, shared, kv_b, starts, past, S, H, K, J, V, R);
-    const int64_t D = R + J, part_size = LatentPart::size(R);
-    Floats context(new float[a.T * H * R]);  // first the absorbed queries, then what they found
-    parallel(num_threads, H, [&](int64_t h) {
-        gemm(a.T, R, K, {q_nope + h * K, H * K, 1}, a.W_k(h), context.get() + h * R, H * R);
-    });
-    struct Tile {
-        const Sequence* sequence;
-        int64_t first, rows, splits, part_at;
-    };
-    std::vector<Tile> tiles;
-    int64_t num_parts = 0;
-    for (const Sequence& s : a.sequences)
-        for (int64_t first = 0; first < s.length * H; first += ROW_TILE) {
-            int64_t rows = std::min(ROW_TILE, s.length * H - first), seen = s.past + (first + rows - 1) / H + 1;
-            tiles.push_back({&s, first, rows, (seen + KEY_SPLIT - 1) / KEY_SPLIT, num_parts});
-            num_parts += tiles.back().splits;
-        }
-    // Few tiles: all splits at once. Many: a thread goes through a tile's splits itself, and merges as it goes.
-    const bool split = tiles.size() < 64;
-    auto query = [&](const Tile& t, float* q) {
-        int64_t row = t.sequence->start * H + t.first;
-        absorbed_query(t.rows, context.get() + row * R, q_rest + row * J, R, J, a.scale(), q);
-    };
-    auto block = [&](const Tile& t, int64_t b, const float* q, LatentPart part) {
-        const Sequence& s = *t.sequence;
-        LatentKeys keys{latent + s.key_start * R, R, shared + s.key_start * J, J, R, J};
-        int64_t first = b * KEY_SPLIT, last = s.past + (t.first + t.rows - 1) / H;
-        auto last_seen = [&](int64_t row) { return s.past + (t.first + row) / H; };
-        absorbed_block(t.rows, q, keys, first, std::min(KEY_SPLIT, last + 1 - first), last_seen, part);
-    };
-    auto finish = [&](const Tile& t, LatentPart part) {
-        int64_t row = t.sequence->start * H + t.first;
-        absorbed_finish(t.rows, R, part, context.get() + row * R, lse + row);
-    };
-    const int64_t num_tiles = (int64_t)tiles.size();
-    if (split) {
-        Floats queries(new float[num_tiles * D * ROW_TILE]), parts(new float[num_parts * part_size]);
-        std::vector<std::pair<int64_t, int64_t>> items;
-        for (int64_t i = 0; i < num_tiles; i++) {
-            query(tiles[i], queries.get() + i * D * ROW_TILE);
-            for (int64_t b = 0; b < tiles[i].splits; b++) items.push_back({i, b});
-        }
-        auto part = [&](const Tile& t, int64_t b) { return LatentPart{parts.get() + (t.part_at + b) * part_size}; };
-        // Runs of splits, so that the one that is asked for ahead is mostly the thread's own.
-        const int64_t runs = std::min(num_parts, 4 * num_threads);
-        parallel(num_threads, runs, [&](int64_t run) {
-            for (int64_t i = num_parts * run / runs; i < num_parts * (run + 1) / runs; i++) {
-                auto [tile, b] = items[i];
-                block(tiles[tile], b, queries.get() + tile * D * ROW_TILE, part(tiles[tile], b));
+    guarded([&] {
+        Problem a = make_problem(num_threads, q_nope, q_rest, latent, shared, kv_b, starts, past, S, H, K, J, V, R);
+        const int64_t D = R + J, part_size = LatentPart::size(R);
+        Floats context(new float[a.T * H * R]);  // first the absorbed queries, then what they found
+        parallel(num_threads, H, [&](int64_t h) {
+            gemm(a.T, R, K, {q_nope + h * K, H * K, 1}, a.W_k(h), context.get() + h * R, H * R);
+        });
+        struct Tile {
+            const Sequence* sequence;
+            int64_t first, rows, splits, part_at;
+        };
+        std::vector<Tile> tiles;
+        int64_t num_parts = 0;
+        for (const Sequence& s : a.sequences)
+            for (int64_t first = 0; first < s.length * H; first += ROW_TILE) {
+                int64_t rows = std::min(ROW_TILE, s.length * H - first), seen = s.past + (first + rows - 1) / H + 1;
+                tiles.push_back({&s, first, rows, (seen + KEY_SPLIT - 1) / KEY_SPLIT, num_parts});
+                num_parts += tiles.back().splits;
             }
-        });
-        parallel(num_threads, num_tiles, [&](int64_t i) {
-            for (int64_t b = 1; b < tiles[i].splits; b++)
-                absorbed_merge(tiles[i].rows, R, part(tiles[i], 0), part(tiles[i], b));
-            finish(tiles[i], part(tiles[i], 0));
-        });
-    } else {
-        parallel(num_threads, num_tiles, [&](int64_t i) {
-            static thread_local Buffer buffer;
-            float* q = buffer.at_least(D * ROW_TILE + 2 * part_size);
-            LatentPart all{q + D * ROW_TILE}, next{q + D * ROW_TILE + part_size};
-            query(tiles[i], q);
-            block(tiles[i], 0, q, all);
-            for (int64_t b = 1; b < tiles[i].splits; b++) {
-                block(tiles[i], b, q, next);
-                absorbed_merge(tiles[i].rows, R, all, next);
+        // Few tiles: all splits at once. Many: a thread goes through a tile's splits itself, and merges as it goes.
+        const bool split = tiles.size() < 64;
+        auto query = [&](const Tile& t, float* q) {
+            int64_t row = t.sequence->start * H + t.first;
+            absorbed_query(t.rows, context.get() + row * R, q_rest + row * J, R, J, a.scale(), q);
+        };
+        auto block = [&](const Tile& t, int64_t b, const float* q, LatentPart part) {
+            const Sequence& s = *t.sequence;
+            LatentKeys keys{latent + s.key_start * R, R, shared + s.key_start * J, J, R, J};
+            int64_t first = b * KEY_SPLIT, last = s.past + (t.first + t.rows - 1) / H;
+            auto last_seen = [&](int64_t row) { return s.past + (t.first + row) / H; };
+            absorbed_block(t.rows, q, keys, first, std::min(KEY_SPLIT, last + 1 - first), last_seen, part);
+        };
+        auto finish = [&](const Tile& t, LatentPart part) {
+            int64_t row = t.sequence->start * H + t.first;
+            absorbed_finish(t.rows, R, part, context.get() + row * R, lse + row);
+        };
+        const int64_t num_tiles = (int64_t)tiles.size();
+        if (split) {
+            Floats queries(new float[num_tiles * D * ROW_TILE]), parts(new float[num_parts * part_size]);
+            std::vector<std::pair<int64_t, int64_t>> items;
+            for (int64_t i = 0; i < num_tiles; i++) {
+                query(tiles[i], queries.get() + i * D * ROW_TILE);
+                for (int64_t b = 0; b < tiles[i].splits; b++) items.push_back({i, b});
             }
-            finish(tiles[i], all);
+            auto part = [&](const Tile& t, int64_t b) { return LatentPart{parts.get() + (t.part_at + b) * part_size}; };
+            // Runs of splits, so that the one that is asked for ahead is mostly the thread's own.
+            const int64_t runs = std::min(num_parts, 4 * num_threads);
+            parallel(num_threads, runs, [&](int64_t run) {
+                for (int64_t i = num_parts * run / runs; i < num_parts * (run + 1) / runs; i++) {
+                    auto [tile, b] = items[i];
+                    block(tiles[tile], b, queries.get() + tile * D * ROW_TILE, part(tiles[tile], b));
+                }
+            });
+            parallel(num_threads, num_tiles, [&](int64_t i) {
+                for (int64_t b = 1; b < tiles[i].splits; b++)
+                    absorbed_merge(tiles[i].rows, R, part(tiles[i], 0), part(tiles[i], b));
+                finish(tiles[i], part(tiles[i], 0));
+            });
+        } else {
+            parallel(num_threads, num_tiles, [&](int64_t i) {
+                static thread_local Buffer buffer;
+                float* q = buffer.at_least(D * ROW_TILE + 2 * part_size);
+                LatentPart all{q + D * ROW_TILE}, next{q + D * ROW_TILE + part_size};
+                query(tiles[i], q);
+                block(tiles[i], 0, q, all);
+                for (int64_t b = 1; b < tiles[i].splits; b++) {
+                    block(tiles[i], b, q, next);
+                    absorbed_merge(tiles[i].rows, R, all, next);
+                }
+                finish(tiles[i], all);
+            });
+        }
+        parallel(num_threads, H, [&](int64_t h) {
+            gemm(a.T, V, R, {context.get() + h * R, H * R, 1}, turned(a.W_v(h)), o + h * V, H * V);
         });
-    }
-    parallel(num_threads, H, [&](int64_t h) {
-        gemm(a.T, V, R, {context.get() + h * R, H * R, 1}, turned(a.W_v(h)), o + h * V, H * V);
     });
 }
 
@@ -412,20 +415,22 @@ TRIVIUM_KERNEL void trivium_latent_backward(
     float* dq_nope, float* dq_rest, float* d_latent, float* d_shared, float* d_kv_b, int64_t S, int64_t H, int64_t K,
     int64_t J, int64_t V, int64_t R
 ) {
-    Problem a = make_problem(num_threads, q_nope, q_rest, latent, shared, kv_b, starts, past, S, H, K, J, V, R);
-    Floats kv = expand(a);
-    int64_t most = 1;
-    for (const Sequence& s : a.sequences) most = std::max(most, num_pairs(s));
-    const int64_t cells = std::max<int64_t>(1, H * (int64_t)a.sequences.size());
-    const int64_t groups = std::min(most, (ITEMS + cells - 1) / cells), share = H * a.U * a.ld();
-    Floats dkv(new float[groups * share]);
-    parallel(num_threads, groups * H, [&](int64_t i) { std::fill_n(dkv.get() + i * a.U * a.ld(), a.U * a.ld(), 0.0f); });
-    std::vector<Item> items = make_items(a, [&](const Sequence&) { return groups; });
-    parallel(num_threads, (int64_t)items.size(), [&](int64_t i) {
-        auto [s, h, group] = items[i];
-        attend_backward(
-            a, *s, h, group, groups, kv.get(), o, lse, d_o, dq_nope, dq_rest, dkv.get() + group * share
-        );
+    guarded([&] {
+        Problem a = make_problem(num_threads, q_nope, q_rest, latent, shared, kv_b, starts, past, S, H, K, J, V, R);
+        Floats kv = expand(a);
+        int64_t most = 1;
+        for (const Sequence& s : a.sequences) most = std::max(most, num_pairs(s));
+        const int64_t cells = std::max<int64_t>(1, H * (int64_t)a.sequences.size());
+        const int64_t groups = std::min(most, (ITEMS + cells - 1) / cells), share = H * a.U * a.ld();
+        Floats dkv(new float[groups * share]);
+        parallel(num_threads, groups * H, [&](int64_t i) { std::fill_n(dkv.get() + i * a.U * a.ld(), a.U * a.ld(), 0.0f); });
+        std::vector<Item> items = make_items(a, [&](const Sequence&) { return groups; });
+        parallel(num_threads, (int64_t)items.size(), [&](int64_t i) {
+            auto [s, h, group] = items[i];
+            attend_backward(
+                a, *s, h, group, groups, kv.get(), o, lse, d_o, dq_nope, dq_rest, dkv.get() + group * share
+            );
+        });
+        gather(a, groups, dkv.get(), d_latent, d_shared, d_kv_b);
     });
-    gather(a, groups, dkv.get(), d_latent, d_shared, d_kv_b);
 }

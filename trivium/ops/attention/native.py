@@ -44,7 +44,7 @@ def latent_attention_native(
     sizes = _sizes(*inputs)
     o_THV, lse_TH = _outputs(q_nope_THK, kv_b_HXR)
     name = "latent_absorbed" if absorb else "latent_expanded"
-    cpu.call(name, *inputs, torch.tensor(starts), torch.tensor(past), o_THV, lse_TH, len(past), *sizes)
+    cpu.call(name, *inputs, cpu.numbers(starts), cpu.numbers(past), o_THV, lse_TH, len(past), *sizes)
     return o_THV, lse_TH
 
 
@@ -79,7 +79,7 @@ def latent_attention_backward(
     inputs = [x.contiguous() for x in (q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR)]
     gradients = [torch.empty_like(x) for x in inputs]
     kept = [x.contiguous() for x in (o_THV, lse_TH, do_THV)]
-    bounds = [torch.tensor(starts), torch.tensor(past)]
+    bounds = [cpu.numbers(starts), cpu.numbers(past)]
     cpu.call("latent_backward", *inputs, *bounds, *kept, *gradients, len(past), *_sizes(*inputs))
     return gradients
 

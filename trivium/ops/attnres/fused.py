@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trivium.ops.once import once_differentiable
 from trivium.ops.precision import work_dtype
 
 

@@ -33,7 +33,7 @@ def attnres_native(blocks: tuple[Tensor, ...], sum_TD: Tensor, query_D: Tensor, 
 
 
 def _addresses(tensors: list[Tensor]) -> Tensor:
-    return torch.tensor([x.data_ptr() for x in tensors], dtype=torch.int64)
+    return cpu.numbers([x.data_ptr() for x in tensors])
 
 
 @_attnres.register_fake

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trivium.ops.once import once_differentiable
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Rows
 from trivium.ops.sigmoid import sigmoid

@@ -26,7 +26,7 @@ def _forward(x_TX: Tensor, weight_X14: Tensor, window_S3X: Tensor, starts: Seque
 
 
 def _bounds(starts: Sequence[int]) -> Tensor:
-    return torch.tensor(starts, dtype=torch.int64)
+    return cpu.numbers(starts)
 
 
 @_forward.register_fake

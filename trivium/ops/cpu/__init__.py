@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trivium.ops.cpu.sources import ISA_FLAGS, fingerprint
+from trivium.ops.cpu.sources import BUILD_LOG, ISA_FLAGS, fingerprint
 
 _FOLDER = Path(__file__).parent
 
@@ -26,11 +26,18 @@ class _Missing(Exception):
 def _open(isa: str) -> ctypes.CDLL:
     path = _FOLDER / f"libtrivium_{isa}.so"
     if not path.exists():
-        raise _Missing("no compiled kernels in this installation: it was installed without a C++ compiler (c++, g++)")
+        log = _FOLDER / BUILD_LOG
+        why = log.read_text().strip() if log.exists() else "it was installed without a C++ compiler"
+        raise _Missing(f"no compiled kernels in this installation: {why} (wanted g++ 12 or later)")
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise _Missing(f"{path.name} cannot be loaded: {error}") from None
+    library.trivium_best_isa.restype = library.trivium_fingerprint.restype = ctypes.c_char_p
+    library.trivium_took_no_memory.restype = ctypes.c_int64
+    if (_FOLDER / "cpu.cpp").exists() and library.trivium_fingerprint().decode() != fingerprint(_FOLDER.parent):
+        raise _Missing(f"{path.name} is of other sources than these: pip install again")
+    return library
 
 
 def _load() -> tuple[ctypes.CDLL, str]:
@@ -38,9 +45,6 @@ def _load() -> tuple[ctypes.CDLL, str]:
     if os.environ.get("TRIVIUM_NATIVE") == "0":
         raise _Missing("TRIVIUM_NATIVE=0 asks for the torch path")
     plain = _open("plain")  # torch, imported above, has brought the OpenMP runtime
-    plain.trivium_best_isa.restype = plain.trivium_fingerprint.restype = ctypes.c_char_p
-    if (_FOLDER / "cpu.cpp").exists() and plain.trivium_fingerprint().decode() != fingerprint(_FOLDER.parent):
-        raise _Missing("the compiled kernels are of other sources than these: pip install again")
     best = plain.trivium_best_isa().decode()
     isa = os.environ.get("TRIVIUM_ISA", best)
     if isa not in ISA_FLAGS:
@@ -69,17 +73,47 @@ def empty(shape: Sequence[int] | int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
+def numbers(values: Sequence[int]) -> Tensor:
+    """int64 [len(values)] on the CPU, whatever torch's default device is."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def keep_memory() -> bool:
+    """Freed memory stays with the process from now on; whether this C library (glibc) can do that.
+
+    Every step of a training run frees what the next one asks for again: memory given back in between costs a page
+    fault for each 4 KB, a tenth of a small model's step.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
+
 def call(name: str, *args: Tensor | float | None) -> None:
-    """Run the kernel `trivium_<name>` on all of torch's threads. Tensors go in as pointers and are contiguous."""
+    """Run the kernel `trivium_<name>` on all of torch's threads.
+
+    Tensors go in as pointers. Raises ValueError where one is not contiguous memory of the CPU, MemoryError where the
+    kernel finds no room for what it computes in between.
+    """
     converted = []
     for arg in args:
         if arg is None:
             converted.append(ctypes.c_void_p())
         elif isinstance(arg, Tensor):
-            assert arg.is_contiguous() and arg.device.type == "cpu", f"{name}: {tuple(arg.shape)}, {arg.stride()}"
+            if arg.device.type != "cpu" or not arg.is_contiguous():
+                raise ValueError(
+                    f"{name}: wanted contiguous memory of the CPU, got {tuple(arg.shape)} on {arg.device} with strides {arg.stride()}"
+                )
             converted.append(ctypes.c_void_p(arg.data_ptr()))
         else:
             converted.append(ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg))
     function = getattr(_library, f"trivium_{name}")
     function.restype = None
     function(ctypes.c_int64(torch.get_num_threads()), *converted)
+    if _library.trivium_took_no_memory():
+        raise MemoryError(f"{name}: no memory for what it computes in between")

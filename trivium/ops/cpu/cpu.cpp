@@ -19,4 +19,8 @@ TRIVIUM_KERNEL const char* trivium_best_isa() {
 
 TRIVIUM_KERNEL const char* trivium_fingerprint() { return TRIVIUM_FINGERPRINT; }
 
-TRIVIUM_KERNEL int64_t trivium_vector_width() { return trivium::W; }
+static thread_local int64_t no_memory = 0;
+void trivium::report_no_memory() { no_memory = 1; }
+
+// Whether the kernel that this thread called last found no memory; asking forgets it.
+TRIVIUM_KERNEL int64_t trivium_took_no_memory() { return std::exchange(no_memory, 0); }

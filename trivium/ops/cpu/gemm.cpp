@@ -78,22 +78,26 @@ static void micro_rows(
     if constexpr (ROWS > 1) micro_rows<ROWS - 1, PACKED>(rows, a, stride, b, depth, c, ldc, columns, add);
 }
 
+// From one packed panel of A to the next: PAD apart, or writing to all of them by turns would use a few cache sets.
+constexpr int64_t PAD = 16;
+static inline int64_t panel_size(int64_t depth) { return MR * depth + PAD; }
+
 // `height` rows and `depth` steps of A as panels of [depth][MR].
 static void pack_a(Matrix A, int64_t height, int64_t depth, float* out) {
-    constexpr int TAIL = MR % W;
-    for (int64_t m = 0; m < height; m += MR, out += MR * depth) {
-        int64_t rows = std::min<int64_t>(MR, height - m);
-        const float* p = A.p + m * A.rs;
-        if (A.rs == 1 && rows == MR) {
-            for (int64_t k = 0; k < depth; k++) {
-                if constexpr (MR >= W) store(out + k * MR, load(p + k * A.cs));
-                store_part(out + k * MR + MR - TAIL, load_part(p + k * A.cs + MR - TAIL, TAIL), TAIL);
-            }
-        } else {
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t k = 0; k < depth; k++) out[k * MR + r] = p[r * A.rs + k * A.cs];
+    if (A.rs == 1) {  // step by step, since each is contiguous and the next lies on another page
+        for (int64_t k = 0; k < depth; k++) {
+            const float* p = A.p + k * A.cs;
+            float* to = out + k * MR;
+            int64_t m = 0;
+            for (int64_t next = 0; next < height; next += 16) __builtin_prefetch(p + 8 * A.cs + next);
+            for (; m + MR <= height; m += MR, to += panel_size(depth)) std::memcpy(to, p + m, 4 * MR);
+            for (int64_t r = 0; m + r < height; r++) to[r] = p[m + r];
         }
+        return;
     }
+    for (int64_t m = 0; m < height; m += MR, out += panel_size(depth))
+        for (int64_t r = 0; r < std::min<int64_t>(MR, height - m); r++)
+            for (int64_t k = 0; k < depth; k++) out[k * MR + r] = A.p[(m + r) * A.rs + k * A.cs];
 }
 
 static void product(
@@ -103,7 +107,7 @@ static void product(
         for (int64_t m = 0; m < M; m++) std::fill_n(C + m * ldc, N, 0.0f);
     static thread_local Buffer b_buffer, a_buffer;
     float* packed_b = b_buffer.at_least(KC * (NC + NR));
-    float* packed_a = a_buffer.at_least(KC * MC);
+    float* packed_a = a_buffer.at_least(MC / MR * panel_size(KC));
     for (int64_t j = 0; j < N; j += NC) {
         int64_t width = std::min(NC, N - j);
         for (int64_t k = 0; k < K; k += KC) {
@@ -125,7 +129,7 @@ static void product(
                     for (int64_t m = first; m < height; m += MR) {
                         int64_t rows = std::min<int64_t>(MR, height - m);
                         if (packed)
-                            micro_rows<MR, true>(rows, packed_a + m * depth, 0, b, depth, c + m * ldc, ldc, columns, add_now);
+                            micro_rows<MR, true>(rows, packed_a + m / MR * panel_size(depth), 0, b, depth, c + m * ldc, ldc, columns, add_now);
                         else
                             micro_rows<MR, false>(
                                 rows, part.p + m * A.rs, A.rs, b, depth, c + m * ldc, ldc, columns, add_now

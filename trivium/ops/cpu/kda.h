@@ -51,16 +51,16 @@ static inline std::vector<int64_t> first_segments(const Problem& pb) {
 }
 
 // What one thread does at a time: some heads of a sequence, or where these do not fill the threads, some of their
-// blocks. No bit of an output or a gradient depends on the cut.
+// blocks, if they may be split. No bit of an output or a gradient depends on the cut.
 struct Item {
     int64_t sequence, first_head, end_head, first_block, end_block;
 };
 
 // Neighbouring heads go together, tile by tile: their tokens lie side by side, and alone each would be a far jump
 // (8 heads of 64: forward 1.3, backward 1.4 times as fast). Their states stay within 128 KB.
-static inline std::vector<Item> items_of(int64_t num_threads, const Problem& pb) {
+static inline std::vector<Item> items_of(int64_t num_threads, const Problem& pb, bool may_split = true) {
     int64_t heads = pb.S * pb.H, blocks = pb.blocks();
-    bool by_block = num_threads > 1 && blocks > 1 && heads < 4 * num_threads && heads % num_threads != 0;
+    bool by_block = may_split && num_threads > 1 && blocks > 1 && heads < 4 * num_threads && heads % num_threads != 0;
     int64_t fit = (1 << 15) / (pb.padded_k() * VB * std::max<int64_t>(blocks, 1));
     int64_t share = by_block ? 1 : heads / num_threads;
     int64_t group = std::max<int64_t>(1, std::min({fit, share, GROUP}));

@@ -13,6 +13,22 @@
 
 namespace trivium {
 
+// Memory of one call, too large to be kept by a thread.
+using Floats = std::unique_ptr<float[]>;
+
+// Says to the caller in Python that the last kernel of this thread found no memory.
+void report_no_memory();
+
+// The body of a kernel whose memory grows with its tensors: finding none ends the call and not the process.
+template <typename F>
+static inline void guarded(F&& body) {
+    try {
+        body();
+    } catch (const std::bad_alloc&) {
+        report_no_memory();
+    }
+}
+
 // work(i) for i in [0, count), in any order and on any thread: what one item computes must depend on i alone.
 template <typename F>
 static inline void parallel(int64_t num_threads, int64_t count, F&& work) {

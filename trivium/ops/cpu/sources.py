@@ -10,6 +10,7 @@ FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra", "-Wno-psabi"),
 ]
+BUILD_LOG = "not_built.txt"  # beside the libraries: why there are none
 ISA_FLAGS = {
     "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-Wno-maybe-uninitialized"],
     "avx2": ["-march=x86-64-v3"],

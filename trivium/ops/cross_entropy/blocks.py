@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trivium.ops.once import once_differentiable
 from trivium.ops.precision import work_dtype
 
 # Logits of one block are 512 * W numbers: 8 MB at W = 4,096 in float32, 335 MB at K3's 163,840.

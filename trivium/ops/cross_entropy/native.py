@@ -42,6 +42,14 @@ def _cross_entropy_sum(
     return total, d_hidden_TD, d_weight_WD
 
 
+@torch.library.custom_op("trivium::cross_entropy_scaled", mutates_args=(), device_types="cpu")
+def _scaled_gradients(
+    d_total: Tensor, hidden_TD: Tensor, weight_WD: Tensor, d_hidden_TD: Tensor, d_weight_WD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both times d_total. They depend on hidden and weight, in a way that has no formula: a second derivative raises."""
+    return d_hidden_TD * d_total, d_weight_WD * d_total
+
+
 def cross_entropy_sum_native(hidden_TD: Tensor, weight_WD: Tensor, targets_T: Tensor, scale_T: Tensor) -> Tensor:
     grad = torch.is_grad_enabled()
     asked = (grad and hidden_TD.requires_grad, grad and weight_WD.requires_grad)
@@ -85,6 +93,13 @@ def _(
     return hidden_TD.new_empty(()), _fake_room(hidden_TD, for_hidden), _fake_room(weight_WD, for_weight)
 
 
+@_scaled_gradients.register_fake
+def _(
+    d_total: Tensor, hidden_TD: Tensor, weight_WD: Tensor, d_hidden_TD: Tensor, d_weight_WD: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(d_hidden_TD), torch.empty_like(d_weight_WD)
+
+
 def _fake_room(x: Tensor, asked: bool) -> Tensor:
     return x.new_empty(x.shape if asked else (0,))
 
@@ -101,14 +116,14 @@ def _backward(ctx: Any, dnll_T: Tensor) -> tuple[Tensor | None, Tensor | None, N
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.asked = inputs[-2:]
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*inputs[:2], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward_of_sum(ctx: Any, d_total: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    gradients = [d * d_total if asked else None for d, asked in zip(ctx.saved_tensors, ctx.asked, strict=True)]
-    return *gradients, None, None, None, None
+    gradients = _scaled_gradients(d_total, *ctx.saved_tensors)
+    return *(d if asked else None for d, asked in zip(gradients, ctx.asked, strict=True)), None, None, None, None
 
 
 cross_entropy_native.register_autograd(_backward, setup_context=_keep)

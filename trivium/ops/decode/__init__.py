@@ -91,6 +91,8 @@ class DecodePlan:
     def __init__(self, sizes: DecodeSizes, top: Mapping[str, Tensor], layers: list[DecodeLayer]) -> None:
         if cpu.missing:
             raise ValueError(f"decode: {cpu.missing}")
+        if not 1 <= sizes.num_active <= sizes.num_experts:
+            raise ValueError(f"decode: wanted 1 to {sizes.num_experts} active experts, got {sizes.num_active}")
         if sizes.num_active > MAX_ACTIVE or sum(layer.opens_block for layer in layers) > MAX_BLOCKS:
             raise ValueError(
                 f"decode: wanted at most {MAX_ACTIVE} active experts and {MAX_BLOCKS} residual blocks, "
@@ -99,24 +101,32 @@ class DecodePlan:
         _check("decode", top, _top_shapes(sizes))
         for idx, layer in enumerate(layers):
             _check(f"decode: layer {idx}", layer.tensors, _layer_shapes(sizes, layer))
-        self.sizes, self.layers, self._top = sizes, tuple(layers), top
+        self.sizes, self.layers = sizes, tuple(layers)
         numbers = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
         self.native = NativePlan(numbers, top, [vars(layer) for layer in layers])
 
     def check(self, memory: list[LayerMemory], token_id: int, position: int) -> None:
+        """Raises ValueError where the step would read or write what is not there."""
         s = self.sizes
+        if position < 0:
+            raise ValueError(f"decode: wanted a position of at least 0, got {position}")
         if not 0 <= token_id < s.vocab:
             raise ValueError(f"decode: wanted a token id in [0, {s.vocab}), got {token_id}")
         if len(memory) != len(self.layers):
             raise ValueError(f"decode: wanted the memory of {len(self.layers)} layers, got {len(memory)}")
         for idx, (layer, own) in enumerate(zip(self.layers, memory, strict=True)):
             if layer.is_mla:
-                good = own.state.shape[1:] == (row_width(s.kv_rank, s.rest_dim),) and own.state.shape[0] > position
+                rows = len(own.state) if own.state.ndim else 0
+                if rows <= position:
+                    raise ValueError(f"decode: layer {idx} has room for {rows} tokens, got position {position}")
+                wanted = {"state": (own.state, (rows, row_width(s.kv_rank, s.rest_dim)))}
             else:
-                good = own.state.shape == (s.kda_heads, s.kda_dim, s.kda_dim) and own.ring is not None
-                good = good and own.ring.shape == (4, 3 * s.kda_heads * s.kda_dim) and own.ring.dtype == torch.float32
-            if not good or own.state.dtype != torch.float32:
-                raise ValueError(f"decode: layer {idx} has the memory {list(own.state.shape)}, position {position}")
+                wanted = {
+                    "state": (own.state, (s.kda_heads, s.kda_dim, s.kda_dim)),
+                    "ring": (own.ring, (4, 3 * s.kda_heads * s.kda_dim)),
+                }
+            for name, (tensor, shape) in wanted.items():
+                _check_memory(f"decode: layer {idx}'s {name}", tensor, shape, torch.float32)
 
 
 def decode_step(
@@ -128,7 +138,9 @@ def decode_step(
     threads. `seconds` (float64 [len(PHASES)]) is what each phase took, added up.
     """
     plan.check(memory, token_id, position)
-    logits_W = torch.empty(plan.sizes.vocab, dtype=torch.float32)
+    if seconds is not None:
+        _check_memory("decode: seconds", seconds, (len(PHASES),), torch.float64)
+    logits_W = cpu.empty(plan.sizes.vocab)
     run_step(plan.native, [(own.state, own.ring) for own in memory], token_id, position, logits_W, seconds)
     return logits_W
 
@@ -167,6 +179,19 @@ def _layer_shapes(s: DecodeSizes, layer: DecodeLayer) -> dict[str, tuple[int, ..
     return shapes
 
 
+def _check_memory(what: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor is None:
+        raise ValueError(f"{what}: wanted {dtype} {shape}, got none")
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError(f"{what}: wanted {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+    if not _is_plain(tensor):
+        raise ValueError(f"{what}: wanted contiguous memory of the CPU, got {tensor.device}, strides {tensor.stride()}")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
 def _check(where: str, tensors: Mapping[str, Tensor | PackedWeight], wanted: dict[str, tuple[int, ...]]) -> None:
     if tensors.keys() != wanted.keys():
         raise ValueError(f"{where}: wanted {', '.join(sorted(wanted))}, got {', '.join(sorted(tensors))}")
@@ -176,11 +201,13 @@ def _check(where: str, tensors: Mapping[str, Tensor | PackedWeight], wanted: dic
         if isinstance(tensor, PackedWeight):
             if name not in ROUTED:
                 raise ValueError(f"{where}: {name} is packed, only routed experts may be")
+            if not (_is_plain(tensor.packed) and _is_plain(tensor.scale)):
+                raise ValueError(f"{where}: {name} wants contiguous memory of the CPU")
         elif tensor.dtype not in ((torch.float32,) if name in VECTORS else (torch.float32, torch.bfloat16)):
             raise ValueError(
                 f"{where}: {name} is {tensor.dtype}, wanted float32{'' if name in VECTORS else ' or bfloat16'}"
             )
-        elif tensor.device.type != "cpu" or not tensor.is_contiguous():
+        elif not _is_plain(tensor):
             raise ValueError(f"{where}: {name} wants contiguous memory of the CPU")
     if len({isinstance(tensors[name], PackedWeight) for name in ROUTED & tensors.keys()}) > 1:
         raise ValueError(f"{where}: w1, w3 and w2 are all packed, or none is")

@@ -107,7 +107,7 @@ def product(weight: Tensor | PackedWeight, x_K: Tensor, first: int, last: int) -
 
 def structure_sizes() -> dict[str, tuple[int, int]]:
     """Bytes of every structure, here and in the kernels, and the number of phases."""
-    there = torch.zeros(5, dtype=torch.int64)
+    there = cpu.numbers([0] * 5)
     cpu.call("decode_sizes", there)
     here = [ctypes.sizeof(kind) for kind in (_Weight, _Layer, _Plan, _Memory)] + [len(PHASES)]
     return dict(

@@ -65,6 +65,13 @@ def _check(op: str, inputs: ExpertInputs, lowest_id: int) -> None:
     latent_TL, experts_TA, weights_TA, w1, w3, w2, *_ = inputs
     num_tokens, L = latent_TL.shape
     num_experts, F, _ = w1.shape
+    if min(num_experts, F, L, experts_TA.shape[-1]) < 1:
+        raise ValueError(
+            f"{op}: wanted at least one expert of each token, got {tuple(experts_TA.shape)} of {tuple(w1.shape)}"
+        )
+    dense = [weight for weight in (w1, w3, w2) if isinstance(weight, Tensor)]
+    if len(dense) in (1, 2) and torch.is_grad_enabled() and any(weight.requires_grad for weight in dense):
+        raise ValueError(f"{op}: a matrix beside packed ones has no gradient, got one that requires it")
     for name, weight, wanted in (("w1", w1, (F, L)), ("w3", w3, (F, L)), ("w2", w2, (L, F))):
         if tuple(weight.shape) != (num_experts, *wanted):
             raise ValueError(f"{op}: {name} is {(num_experts, *wanted)}, got {tuple(weight.shape)}")

@@ -132,30 +132,32 @@ TRIVIUM_KERNEL void trivium_experts(
     const uint8_t* scale1, const void* w3, const uint8_t* scale3, const void* w2, const uint8_t* scale2, float* y,
     float* gate, float* up, int64_t T, int64_t A, int64_t E, int64_t L, int64_t F, float bound, float up_bound
 ) {
-    Stack gates{w1, scale1, F, L}, ups{w3, scale3, F, L}, downs{w2, scale2, L, F};
-    SituBounds bounds{bound, up_bound};
-    Pairs pairs(experts, T, A, E);
-    std::vector<Tile> tiles = pairs.tiles(FORWARD_ROWS);
-    static thread_local Buffer out_buffer;
-    float* out = out_buffer.at_least(pairs.pair_M.size() * L);
-    parallel(num_threads, tiles.size(), [&](int64_t i) {
-        static thread_local Buffer row_buffer, hidden_buffer;
-        auto [e, first, last, partial] = tiles[i];
-        int64_t count = last - first, size = count * F;
-        float* rows = row_buffer.at_least(count * L);
-        float* hidden = hidden_buffer.at_least(3 * size);
-        float* tile_gate = gate ? gate + first * F : hidden + size;
-        float* tile_up = up ? up + first * F : hidden + 2 * size;
-        pairs.gather(latent, L, first, last, rows);
-        gates.times_turned(e, count, rows, tile_gate);
-        ups.times_turned(e, count, rows, tile_up);
-        for (int64_t j = 0; j < size; j += W) {
-            Situ situ(load_n(tile_gate + j, size - j), load_n(tile_up + j, size - j), bounds);
-            store_n(hidden + j, situ.value(), size - j);
-        }
-        downs.times_turned(e, count, hidden, out + first * L);
+    guarded([&] {
+        Stack gates{w1, scale1, F, L}, ups{w3, scale3, F, L}, downs{w2, scale2, L, F};
+        SituBounds bounds{bound, up_bound};
+        Pairs pairs(experts, T, A, E);
+        std::vector<Tile> tiles = pairs.tiles(FORWARD_ROWS);
+        Floats outputs(new float[pairs.pair_M.size() * L]);
+        float* out = outputs.get();
+        parallel(num_threads, tiles.size(), [&](int64_t i) {
+            static thread_local Buffer row_buffer, hidden_buffer;
+            auto [e, first, last, partial] = tiles[i];
+            int64_t count = last - first, size = count * F;
+            float* rows = row_buffer.at_least(count * L);
+            float* hidden = hidden_buffer.at_least(3 * size);
+            float* tile_gate = gate ? gate + first * F : hidden + size;
+            float* tile_up = up ? up + first * F : hidden + 2 * size;
+            pairs.gather(latent, L, first, last, rows);
+            gates.times_turned(e, count, rows, tile_gate);
+            ups.times_turned(e, count, rows, tile_up);
+            for (int64_t j = 0; j < size; j += W) {
+                Situ situ(load_n(tile_gate + j, size - j), load_n(tile_up + j, size - j), bounds);
+                store_n(hidden + j, situ.value(), size - j);
+            }
+            downs.times_turned(e, count, hidden, out + first * L);
+        });
+        pairs.add_up(num_threads, out, weights, L, y);
     });
-    pairs.add_up(num_threads, out, weights, L, y);
 }
 
 // The gradients; those of the latents and of the matrices only where their pointers are not null. gate and up are as
@@ -167,75 +169,77 @@ TRIVIUM_KERNEL void trivium_experts_backward(
     const float* gate, const float* up, float* d_latent, float* d_weights, float* d_w1, float* d_w3, float* d_w2,
     int64_t T, int64_t A, int64_t E, int64_t L, int64_t F, float bound, float up_bound
 ) {
-    Stack gates{w1, scale1, F, L}, ups{w3, scale3, F, L}, downs{w2, scale2, L, F};
-    SituBounds bounds{bound, up_bound};
-    Pairs pairs(experts, T, A, E);
-    std::vector<Tile> tiles = pairs.tiles(BACKWARD_ROWS);
-    int64_t matrix = F * L;
-    static thread_local Buffer d_row_buffer, partial_buffer;
-    float* d_row = d_row_buffer.at_least(d_latent ? pairs.pair_M.size() * L : 0);
-    float* partials = partial_buffer.at_least(d_w1 ? pairs.num_partials * 3 * matrix : 0);
-    for (int64_t p = 0; p < T * A; p++)
-        if (pairs.row_P[p] < 0) d_weights[p] = 0;
-    parallel(num_threads, tiles.size(), [&](int64_t i) {
-        static thread_local Buffer row_buffer, hidden_buffer;
-        auto [e, first, last, partial] = tiles[i];
-        float* rows = row_buffer.at_least(2 * BLOCK * L);
-        float* dy_rows = rows + BLOCK * L;
-        float* d_hidden = hidden_buffer.at_least(5 * BLOCK * F);  // and then hidden times the pair's weight
-        float *d_gate = d_hidden + BLOCK * F, *d_up = d_gate + BLOCK * F;
-        float *again_gate = d_up + BLOCK * F, *again_up = again_gate + BLOCK * F;
-        for (int64_t start = first; start < last; start += BLOCK) {
-            int64_t end = std::min(last, start + BLOCK), count = end - start;
-            pairs.gather(dy, L, start, end, dy_rows);
-            if (d_w1 || !gate) pairs.gather(latent, L, start, end, rows);
-            if (!gate) {
-                gates.times_turned(e, count, rows, again_gate);
-                ups.times_turned(e, count, rows, again_up);
-            }
-            downs.times(e, count, dy_rows, d_hidden);
-            for (int64_t row = start; row < end; row++) {
-                const float* g = gate ? gate + row * F : again_gate + (row - start) * F;
-                const float* u = gate ? up + row * F : again_up + (row - start) * F;
-                int64_t at = (row - start) * F;
-                float weight = weights[pairs.pair_M[row]];
-                vf product = {};
-                for (int64_t j = 0; j < F; j += W) {
-                    int64_t n = F - j;
-                    Situ situ(load_n(g + j, n), load_n(u + j, n), bounds);
-                    vf hidden = situ.value(), grad = load_n(d_hidden + at + j, n);
-                    product = fma(hidden, grad, product);
-                    grad = grad * weight;
-                    store_n(d_gate + at + j, grad * situ.gate_slope(), n);
-                    store_n(d_up + at + j, grad * situ.up_slope(), n);
-                    store_n(d_hidden + at + j, hidden * weight, n);
+    guarded([&] {
+        Stack gates{w1, scale1, F, L}, ups{w3, scale3, F, L}, downs{w2, scale2, L, F};
+        SituBounds bounds{bound, up_bound};
+        Pairs pairs(experts, T, A, E);
+        std::vector<Tile> tiles = pairs.tiles(BACKWARD_ROWS);
+        int64_t matrix = F * L;
+        Floats d_rows(new float[d_latent ? pairs.pair_M.size() * L : 0]);
+        Floats parts(new float[d_w1 ? pairs.num_partials * 3 * matrix : 0]);
+        float *d_row = d_rows.get(), *partials = parts.get();
+        for (int64_t p = 0; p < T * A; p++)
+            if (pairs.row_P[p] < 0) d_weights[p] = 0;
+        parallel(num_threads, tiles.size(), [&](int64_t i) {
+            static thread_local Buffer row_buffer, hidden_buffer;
+            auto [e, first, last, partial] = tiles[i];
+            float* rows = row_buffer.at_least(2 * BLOCK * L);
+            float* dy_rows = rows + BLOCK * L;
+            float* d_hidden = hidden_buffer.at_least(5 * BLOCK * F);  // and then hidden times the pair's weight
+            float *d_gate = d_hidden + BLOCK * F, *d_up = d_gate + BLOCK * F;
+            float *again_gate = d_up + BLOCK * F, *again_up = again_gate + BLOCK * F;
+            for (int64_t start = first; start < last; start += BLOCK) {
+                int64_t end = std::min(last, start + BLOCK), count = end - start;
+                pairs.gather(dy, L, start, end, dy_rows);
+                if (d_w1 || !gate) pairs.gather(latent, L, start, end, rows);
+                if (!gate) {
+                    gates.times_turned(e, count, rows, again_gate);
+                    ups.times_turned(e, count, rows, again_up);
                 }
-                d_weights[pairs.pair_M[row]] = sum(product);
-            }
-            if (d_latent) {
-                gates.times(e, count, d_gate, d_row + start * L);
-                ups.times(e, count, d_up, d_row + start * L, true);
-            }
-            if (d_w1) {
-                auto target = [&](float* d_w, int64_t m) {
-                    return partial < 0 ? d_w + e * matrix : partials + (3 * partial + m) * matrix;
-                };
-                gemm(F, L, count, {d_gate, 1, F}, {rows, L, 1}, target(d_w1, 0), L, start > first);
-                gemm(F, L, count, {d_up, 1, F}, {rows, L, 1}, target(d_w3, 1), L, start > first);
-                gemm(L, F, count, {dy_rows, 1, L}, {d_hidden, F, 1}, target(d_w2, 2), F, start > first);
-            }
-        }
-    });
-    if (d_latent) pairs.add_up(num_threads, d_row, nullptr, L, d_latent);
-    if (d_w1)
-        parallel(num_threads, 3 * E, [&](int64_t i) {
-            int64_t e = i / 3, m = i % 3;
-            float* sum = (m == 0 ? d_w1 : m == 1 ? d_w3 : d_w2) + e * matrix;
-            if (pairs.first_E[e] == pairs.first_E[e + 1]) std::fill_n(sum, matrix, 0.0f);
-            for (const Tile& tile : tiles)
-                if (tile.expert == e && tile.partial >= 0) {
-                    const float* part = partials + (3 * tile.partial + m) * matrix;
-                    for (int64_t j = 0; j < matrix; j++) sum[j] += part[j];
+                downs.times(e, count, dy_rows, d_hidden);
+                for (int64_t row = start; row < end; row++) {
+                    const float* g = gate ? gate + row * F : again_gate + (row - start) * F;
+                    const float* u = gate ? up + row * F : again_up + (row - start) * F;
+                    int64_t at = (row - start) * F;
+                    float weight = weights[pairs.pair_M[row]];
+                    vf product = {};
+                    for (int64_t j = 0; j < F; j += W) {
+                        int64_t n = F - j;
+                        Situ situ(load_n(g + j, n), load_n(u + j, n), bounds);
+                        vf hidden = situ.value(), grad = load_n(d_hidden + at + j, n);
+                        product = fma(hidden, grad, product);
+                        grad = grad * weight;
+                        store_n(d_gate + at + j, grad * situ.gate_slope(), n);
+                        store_n(d_up + at + j, grad * situ.up_slope(), n);
+                        store_n(d_hidden + at + j, hidden * weight, n);
+                    }
+                    d_weights[pairs.pair_M[row]] = sum(product);
                 }
+                if (d_latent) {
+                    gates.times(e, count, d_gate, d_row + start * L);
+                    ups.times(e, count, d_up, d_row + start * L, true);
+                }
+                if (d_w1) {
+                    auto target = [&](float* d_w, int64_t m) {
+                        return partial < 0 ? d_w + e * matrix : partials + (3 * partial + m) * matrix;
+                    };
+                    gemm(F, L, count, {d_gate, 1, F}, {rows, L, 1}, target(d_w1, 0), L, start > first);
+                    gemm(F, L, count, {d_up, 1, F}, {rows, L, 1}, target(d_w3, 1), L, start > first);
+                    gemm(L, F, count, {dy_rows, 1, L}, {d_hidden, F, 1}, target(d_w2, 2), F, start > first);
+                }
+            }
         });
+        if (d_latent) pairs.add_up(num_threads, d_row, nullptr, L, d_latent);
+        if (d_w1)
+            parallel(num_threads, 3 * E, [&](int64_t i) {
+                int64_t e = i / 3, m = i % 3;
+                float* sum = (m == 0 ? d_w1 : m == 1 ? d_w3 : d_w2) + e * matrix;
+                if (pairs.first_E[e] == pairs.first_E[e + 1]) std::fill_n(sum, matrix, 0.0f);
+                for (const Tile& tile : tiles)
+                    if (tile.expert == e && tile.partial >= 0) {
+                        const float* part = partials + (3 * tile.partial + m) * matrix;
+                        for (int64_t j = 0; j < matrix; j++) sum[j] += part[j];
+                    }
+            });
+    });
 }

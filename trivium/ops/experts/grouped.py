@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trivium.ops.experts.reference import ExpertInputs, expert_weight
 from trivium.ops.mxfp4 import PackedWeight
+from trivium.ops.once import once_differentiable
 from trivium.ops.precision import work_dtype
 from trivium.ops.situ.fused import situ_backward, situ_forward
 

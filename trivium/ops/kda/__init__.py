@@ -50,6 +50,8 @@ def kda(
     """
     T, H, K = q_THK.shape
     V = v_THV.shape[-1]
+    if min(H, K, V) < 1:
+        raise ValueError(f"kda: wanted at least one head, key and value dimension, got H={H}, K={K}, V={V}")
     wanted = {
         "k": (k_THK, (T, H, K)),
         "v": (v_THV, (T, H, V)),

@@ -43,6 +43,9 @@ struct Columns {
     }
 };
 
+// What blocks of one head may leave to be added up, 256 MB; beyond that a head is not split.
+constexpr int64_t MOST_SHARED = 1 << 26;
+
 // Floats between two tokens' decayed states: not a power of two, or all of them fall into one set of the cache.
 inline int64_t state_stride(int64_t Kp) { return Kp * VB + 2 * 16; }
 
@@ -308,33 +311,36 @@ TRIVIUM_KERNEL void trivium_kda_backward(
     int64_t beta_stride,
     int64_t S, int64_t H, int64_t K, int64_t V, float lower_bound
 ) {
-    Problem pb{{q, q_stride}, {k, k_stride}, {decay_in, decay_stride}, {beta_in, beta_stride}, A_log, dt_bias, starts,
-               S,             H,             K,                        V,                      lower_bound};
-    std::vector<Segment> segments = segments_of(pb);
-    std::vector<int64_t> first = first_segments(pb);
-    int64_t count = segments.size(), blocks = pb.blocks(), numel = Gradients::numel(SEGMENT, pb.padded_k());
-    std::vector<float> segment_A(count * H), segment_bias(count * H * K);
-    Incoming from{d_o, d_state, miss, entering};
-    InputGradients out{dq, dk, dv, d_decay_in, d_beta_in, segment_A.data(), segment_bias.data()};
-    std::vector<Item> items = items_of(num_threads, pb);
-    bool whole = items.empty() || items[0].end_block - items[0].first_block == blocks;
-    std::unique_ptr<float[]> shared(whole ? nullptr : new float[blocks * count * H * numel]);
-    parallel(num_threads, items.size(), [&](int64_t i) {
-        int64_t s = items[i].sequence;
-        backward_item(pb, items[i], segments, first[s], first[s + 1], from, d_state_in, out, shared.get());
-    });
-    if (shared)
-        parallel(num_threads, count * H, [&](int64_t item) {
-            finish_shared(pb, item % H, segments, item / H, shared.get(), out);
+    guarded([&] {
+        Problem pb{{q, q_stride}, {k, k_stride}, {decay_in, decay_stride}, {beta_in, beta_stride}, A_log, dt_bias, starts,
+                   S,             H,             K,                        V,                      lower_bound};
+        std::vector<Segment> segments = segments_of(pb);
+        std::vector<int64_t> first = first_segments(pb);
+        int64_t count = segments.size(), blocks = pb.blocks(), numel = Gradients::numel(SEGMENT, pb.padded_k());
+        std::vector<float> segment_A(count * H), segment_bias(count * H * K);
+        Incoming from{d_o, d_state, miss, entering};
+        InputGradients out{dq, dk, dv, d_decay_in, d_beta_in, segment_A.data(), segment_bias.data()};
+        bool room = blocks * count * H * numel <= MOST_SHARED;
+        std::vector<Item> items = items_of(num_threads, pb, room);
+        bool whole = items.empty() || items[0].end_block - items[0].first_block == blocks;
+        Floats shared(whole ? nullptr : new float[blocks * count * H * numel]);
+        parallel(num_threads, items.size(), [&](int64_t i) {
+            int64_t s = items[i].sequence;
+            backward_item(pb, items[i], segments, first[s], first[s + 1], from, d_state_in, out, shared.get());
         });
-    // In double: thousands of segments may nearly cancel.
-    for (int64_t h = 0; h < H; h++) {
-        double total = 0.0;
-        for (int64_t idx = 0; idx < count; idx++) total += segment_A[idx * H + h];
-        d_A_log[h] = (float)total;
-    }
-    std::vector<double> total(H * K);
-    for (int64_t idx = 0; idx < count; idx++)
-        for (int64_t i = 0; i < H * K; i++) total[i] += segment_bias[idx * H * K + i];
-    for (int64_t i = 0; i < H * K; i++) d_dt_bias[i] = (float)total[i];
+        if (shared)
+            parallel(num_threads, count * H, [&](int64_t item) {
+                finish_shared(pb, item % H, segments, item / H, shared.get(), out);
+            });
+        // In double: thousands of segments may nearly cancel.
+        for (int64_t h = 0; h < H; h++) {
+            double total = 0.0;
+            for (int64_t idx = 0; idx < count; idx++) total += segment_A[idx * H + h];
+            d_A_log[h] = (float)total;
+        }
+        std::vector<double> total(H * K);
+        for (int64_t idx = 0; idx < count; idx++)
+            for (int64_t i = 0; i < H * K; i++) total[i] += segment_bias[idx * H * K + i];
+        for (int64_t i = 0; i < H * K; i++) d_dt_bias[i] = (float)total[i];
+    });
 }

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trivium.config import TILE
 from trivium.ops.kda.gate import KdaInputs, kda_gate, l2_norm
+from trivium.ops.once import once_differentiable
 from trivium.ops.precision import work_dtype
 from trivium.ops.rows import Chunks, Rows
 from trivium.ops.sigmoid import sigmoid

@@ -25,10 +25,7 @@ def unpack(packed_U8: Tensor, scale_U8: Tensor, dtype: torch.dtype = torch.float
     becomes infinite. Scale byte 0 is 2^-127 and 255 is nan (OCP Microscaling Formats 1.0). Raises ValueError for
     other dtypes or shapes that do not belong together.
     """
-    for name, bytes_U8 in (("packed", packed_U8), ("scale", scale_U8)):
-        if bytes_U8.dtype != torch.uint8:
-            raise ValueError(f"mxfp4: {name} is uint8, got {bytes_U8.dtype}")
-    _check_shapes(packed_U8, scale_U8)
+    _check_pair(packed_U8, scale_U8)
     on_cpu = dtype == torch.float32 and packed_U8.device.type == scale_U8.device.type == "cpu"
     native = unpack_native if on_cpu and cpu.serves() else None
     run = choose("mxfp4 unpack", reference=unpack_reference, torch=unpack_by_tables, native=native)
@@ -71,7 +68,9 @@ class PackedWeight:
     def __post_init__(self) -> None:
         if self.packed.ndim != 3:
             raise ValueError(f"mxfp4: packed experts are [E, out, in/2], got {tuple(self.packed.shape)}")
-        _check_shapes(self.packed, self.scale)
+        _check_pair(self.packed, self.scale)
+        if self.packed.device != self.scale.device:
+            raise ValueError(f"mxfp4: packed lies on {self.packed.device}, scale on {self.scale.device}")
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -84,7 +83,10 @@ class PackedWeight:
         return unpack(self.packed[expert_id], self.scale[expert_id], self.dtype)
 
 
-def _check_shapes(packed: Tensor, scale: Tensor) -> None:
+def _check_pair(packed: Tensor, scale: Tensor) -> None:
+    for name, tensor in (("packed", packed), ("scale", scale)):
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"mxfp4: {name} is uint8, got {tensor.dtype}")
     same_rows = packed.ndim > 0 and packed.shape[:-1] == scale.shape[:-1]
     if not same_rows or packed.shape[-1] * 2 != scale.shape[-1] * GROUP_SIZE:
         raise ValueError(

@@ -1,0 +1,102 @@
+"""What holds for every compiled kernel: how it is found, called, and what becomes of it in odd processes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from trivium.ops import cpu
+from trivium.ops.rows import Rows
+
+from ..tiny import tiny_config
+
+pytestmark = pytest.mark.skipif(cpu.missing is not None, reason=str(cpu.missing))
+
+
+def run(program):
+    """A program in a process of its own; its last line."""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_memory_that_a_kernel_cannot_read_is_refused():
+    with pytest.raises(ValueError, match=r"^linear: wanted contiguous memory of the CPU, got \(2, 3\) .* \(6, 2\)$"):
+        cpu.call("linear", torch.ones(2, 6)[:, ::2])
+    with pytest.raises(ValueError, match=r"got \(2,\) on meta"):
+        cpu.call("linear", torch.ones(2, device="meta"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_no_memory_is_an_error_and_not_the_end():
+    """Keys and values of all heads are 34 GB here."""
+    program = """
+import resource, torch
+from trivium.ops.attention.native import latent_attention_native
+H, U = 64, 2**20
+inputs = (torch.zeros(1, H, 64), torch.zeros(1, H, 1), torch.zeros(U, 1), torch.zeros(U, 1), torch.zeros(H, 128, 1))
+resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+try:
+    latent_attention_native(*inputs, [0, 1], [U - 1], absorb=False)
+except MemoryError as error:
+    print(error)
+"""
+    assert run(program) == "latent_expanded: no memory for what it computes in between"
+
+
+def test_freed_memory_can_stay():
+    program = """
+import torch
+from trivium.ops import cpu
+kept = cpu.keep_memory()
+def resident():
+    return 4096 * int(open("/proc/self/statm").read().split()[1])
+x = torch.ones(2**26)
+del x
+print(kept, resident() > 2**28)
+"""
+    if sys.platform != "linux":
+        pytest.skip("looks into /proc")
+    assert run(program) in ("True True", "False False")
+
+
+def test_torch_default_device_is_no_matter():
+    from trivium.model.init import initialise_
+    from trivium.model.kimi_k3 import KimiK3
+    from trivium.model.step import DecodeState, Stepper
+
+    network = KimiK3(tiny_config(300))
+    initialise_(network, seed=0)
+    rows = Rows.of([5, 3])
+    ids_T = torch.arange(8)
+
+    def found():
+        for parameter in network.parameters():
+            parameter.grad = None
+        hidden_TD, _ = network(ids_T, rows)
+        hidden_TD.sum().backward()
+        with torch.no_grad():
+            _, state = network(ids_T, Rows.one(8), network.empty_state(1))
+            logits_W = Stepper(network)(4, DecodeState.of(network.config, state))
+        return [hidden_TD, logits_W, *(p.grad for p in network.parameters() if p.grad is not None)]
+
+    want = found()
+    torch.set_default_device("meta")
+    try:
+        got = found()
+    finally:
+        torch.set_default_device(None)
+    assert all(a.equal(b) for a, b in zip(got, want, strict=True))
+
+
+def test_why_there_are_no_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "_FOLDER", tmp_path)
+    with pytest.raises(cpu._Missing, match="it was installed without a C\\+\\+ compiler .wanted g\\+\\+ 12 or later.$"):
+        cpu._open("plain")
+    (tmp_path / "not_built.txt").write_text("the C++ compiler failed: simd.h:3:1: error: no such thing\n")
+    with pytest.raises(cpu._Missing, match="the C\\+\\+ compiler failed: simd.h:3:1: error: no such thing"):
+        cpu._open("plain")
+    (tmp_path / "libtrivium_plain.so").write_bytes(b"no library")
+    with pytest.raises(cpu._Missing, match="libtrivium_plain.so cannot be loaded: "):
+        cpu._open("plain")
