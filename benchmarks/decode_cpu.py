@@ -1,8 +1,8 @@
 """The fused decode step: tokens/s, bytes/s beside a plain reading loop over as many bytes, and where the time goes.
 
-python benchmarks/decode_cpu.py [nano bench bench-bf16 bench-mxfp4 bench-xl] [--threads 2] [--torch]
+    python -m benchmarks.decode_cpu [nano float32 bfloat16 mxfp4 bench-xl] [--threads 2] [--torch]
 
-Weights are random. Contexts are filled with random states: the time of a step does not depend on what they hold. Both
+`float32`, `bfloat16` and `mxfp4` are the preset `bench`. Weights are random. Contexts are filled with random states: the time of a step does not depend on what they hold. Both
 the step and the reading loop take turns, so that a busy machine meets both; medians, and the fastest in brackets. One
 thread is timed by its own clock, several by the wall's.
 """
@@ -13,77 +13,15 @@ from dataclasses import replace
 
 import torch
 
-from trivium.config import KdaConfig, MlaConfig, MoeConfig, model_preset
-from trivium.model.init import initialise_
-from trivium.model.kimi_k3 import KimiK3
-from trivium.model.moe import DenseStack, PackedStack
+from benchmarks.programs import bench_model, weight_bytes
 from trivium.model.state import KdaState, MlaState, ModelState
 from trivium.model.step import DecodeState, Stepper
-from trivium.ops import cpu, mxfp4
+from trivium.ops import cpu
 from trivium.ops.backend import use_backend
 from trivium.ops.decode import PHASES
 from trivium.ops.rows import Rows
 
 CONTEXTS = (16, 4096, 16384)
-
-
-def bench_config():
-    """The small hybrid of the CPU comparison: 34 M float32 weights a token."""
-    return replace(
-        model_preset("micro"),
-        num_layers=8,
-        vocab_size=32000,
-        mla=MlaConfig(
-            num_heads=8, q_lora_rank=256, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
-        ),
-        moe=MoeConfig(
-            num_experts=16,
-            num_experts_per_token=2,
-            num_shared_experts=1,
-            moe_intermediate_size=128,
-            routed_expert_hidden_size=256,
-        ),
-    )
-
-
-def config_of(name):
-    if name == "nano":
-        return model_preset("nano")
-    if name == "bench-xl":  # no cache holds its 680 MB a token
-        kda = KdaConfig(num_heads=16, head_dim=64)
-        return replace(bench_config(), hidden_size=1536, intermediate_size=4096, vocab_size=64000, kda=kda)
-    return bench_config()
-
-
-def build(name):
-    config = config_of(name)
-    network = KimiK3(config)
-    initialise_(network, seed=0)
-    if name in ("bench-bf16", "bench-mxfp4"):
-        weights = network.state_dict()
-        packed = name == "bench-mxfp4"
-        network = KimiK3(config, dtype=torch.bfloat16, experts="packed" if packed else "unpacked")
-        for key in list(weights):
-            if packed and ".experts.w" in key:
-                stem = key.removesuffix("weight")
-                weights[stem + "weight_packed"], weights[stem + "weight_scale"] = mxfp4.pack(weights.pop(key))
-        network.load_state_dict(weights)
-    return network.eval()
-
-
-def weight_bytes(network):
-    """Bytes of weights that one token reads."""
-    moe, total = network.config.moe, 0
-    pointers = {m.data_ptr() for s in network.modules() if isinstance(s, DenseStack | PackedStack) for m in s.buffers()}
-    pointers |= {
-        m.data_ptr() for s in network.modules() if isinstance(s, DenseStack | PackedStack) for m in s.parameters()
-    }
-    for name, x in network.language_model.state_dict().items():
-        if "embed_tokens" in name:
-            continue
-        share = moe.num_experts_per_token / moe.num_experts if x.data_ptr() in pointers else 1.0
-        total += int(x.numel() * x.element_size() * share)
-    return total
 
 
 def filled_state(network, length):
@@ -126,7 +64,7 @@ def old_step(network, state):
 
 
 def measure(name, contexts, repeats, beside_torch):
-    network = build(name)
+    network = bench_model(name)
     stepper, num_bytes = Stepper(network), weight_bytes(network)
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for context in contexts:
@@ -161,7 +99,7 @@ def measure(name, contexts, repeats, beside_torch):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", default=["nano", "bench", "bench-bf16", "bench-mxfp4", "bench-xl"])
+    parser.add_argument("names", nargs="*", default=["nano", "float32", "bfloat16", "mxfp4", "bench-xl"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)

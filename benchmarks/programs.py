@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.decode_cpu import weight_bytes
 from benchmarks.kda_cpu import best_s, kda_inputs
 from benchmarks.kda_cpu import run as kda_run
 from trivium.config import K3Config, model_preset
@@ -30,6 +29,7 @@ from trivium.cost.params import count_params
 from trivium.data.batch import Batch
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
+from trivium.model.moe import DenseStack, PackedStack
 from trivium.model.step import DecodeState, Stepper
 from trivium.ops import cpu, mxfp4
 from trivium.ops.backend import use_backend
@@ -162,7 +162,7 @@ def nano(backend: str, repeats: int) -> dict[str, Any]:
     config = quickstart()
     network = KimiK3(config.model)
     initialise_(network, seed=0)
-    rates = {"muon_lr": config.muon_lr, "adamw_lr": config.adamw_lr, "weight_decay": config.weight_decay}
+    rates = {"muon_lr": config.muon_lr, "adamw_lr": config.adamw_lr}
     optimisers = build_optimisers(parameter_groups(network.named_parameters(), **rates))
     T, rows = config.batch_tokens, Rows.of([config.max_len] * (config.batch_tokens // config.max_len))
     ids_T = torch.randint(0, config.model.vocab_size, (T,))
@@ -247,10 +247,12 @@ def gguf(folder: str, kind: str) -> dict[str, Any]:
 
 
 def bench_model(kind: str) -> KimiK3:
-    """The preset `bench` in float32, or as `mxfp4` with a bfloat16 trunk and packed experts; or `bench-xl`."""
-    config = model_preset("bench-xl" if kind == "bench-xl" else "bench")
+    """The preset `bench` in `float32`, `bfloat16`, or as `mxfp4` with a bfloat16 trunk and packed experts; or a preset."""
+    config = model_preset("bench" if kind in ("float32", "bfloat16", "mxfp4") else kind)
     network = KimiK3(config)
     initialise_(network, seed=0)
+    if kind == "bfloat16":
+        network = network.to(torch.bfloat16)
     if kind == "mxfp4":
         weights = network.state_dict()
         network = KimiK3(config, dtype=torch.bfloat16, experts="packed")
@@ -267,6 +269,19 @@ def forward_flops(config: K3Config, num_tokens: int) -> int:
     pair = 2 * mla.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
     states = KDA_FORWARD * (config.num_layers - num_mla) * config.kda.state_numel
     return 2 * count_params(config).active + states + num_mla * pair * (num_tokens + 1) // 2
+
+
+def weight_bytes(network: KimiK3) -> int:
+    """Bytes of weights that a token reads: of the routed experts those that serve it, of the embedding nothing."""
+    moe, text = network.config.moe, network.language_model
+    stacks = [stack for stack in text.modules() if isinstance(stack, DenseStack | PackedStack)]
+    routed = {x.data_ptr() for stack in stacks for x in (*stack.parameters(), *stack.buffers())}
+    total = 0.0
+    for name, x in text.state_dict().items():
+        if "embed_tokens" not in name:
+            share = moe.num_experts_per_token / moe.num_experts if x.data_ptr() in routed else 1.0
+            total += x.numel() * x.element_size() * share
+    return int(total)
 
 
 def state_bytes(config: K3Config, context: int) -> int:

@@ -1,10 +1,11 @@
 """llama.cpp through llama-cpp-python: logits of a GGUF file, and how fast it reads a prompt and writes tokens.
 
-float32 cache, no flash attention, no GPU. One process a measurement, as a module and not as a file, whose folder would
+Two settings, neither with a GPU: `float32` has a float32 cache and no flash attention, as what it is compared to;
+`default` is what llama.cpp comes with, a float16 cache and flash attention where it sees fit. One process a measurement, as a module and not as a file, whose folder would
 hide the package of this name:
 
-    python -m benchmarks.peers.llama_cpp prefill FILE.gguf 2048 2
-    python -m benchmarks.peers.llama_cpp decode FILE.gguf 4096 64 2
+    python -m benchmarks.peers.llama_cpp prefill float32 FILE.gguf 2048 2
+    python -m benchmarks.peers.llama_cpp decode default FILE.gguf 4096 64 2
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ LOG_LEVEL_ERROR = 4  # ggml.h; the binding has no name for it
 class LlamaCpp:
     """One sequence of a GGUF model in llama.cpp. It can be cleared, not cut: a KDA state has no past."""
 
-    def __init__(self, path: str | Path, *, num_ctx: int, num_threads: int, ubatch: int = 512) -> None:
+    def __init__(
+        self, path: str | Path, *, num_ctx: int, num_threads: int, ubatch: int = 512, setting: str = "float32"
+    ) -> None:
         _say_errors_only()
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
@@ -39,8 +42,9 @@ class LlamaCpp:
         params.n_ctx = params.n_batch = num_ctx
         params.n_ubatch = ubatch
         params.n_threads = params.n_threads_batch = num_threads
-        params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
-        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if setting == "float32":
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
@@ -80,9 +84,11 @@ class LlamaCpp:
         return list(ids[:count])
 
 
-def prefill_tokens_per_s(gguf_path: str | Path, num_tokens: int, num_threads: int, repeats: int = 3) -> list[float]:
+def prefill_tokens_per_s(
+    setting: str, gguf_path: str | Path, num_tokens: int, num_threads: int, repeats: int = 3
+) -> list[float]:
     """Prompts of random ids, the last one's logits computed: one figure a repeat, behind one prompt to warm up."""
-    model = LlamaCpp(gguf_path, num_ctx=num_tokens, num_threads=num_threads)
+    model = LlamaCpp(gguf_path, num_ctx=num_tokens, num_threads=num_threads, setting=setting)
     figures = []
     for ids in _random_ids(model.vocab_size, (repeats + 1, num_tokens)):
         model.clear()
@@ -93,7 +99,7 @@ def prefill_tokens_per_s(gguf_path: str | Path, num_tokens: int, num_threads: in
 
 
 def decode_tokens_per_s(
-    gguf_path: str | Path, context: int, num_tokens: int, num_threads: int, repeats: int = 3
+    setting: str, gguf_path: str | Path, context: int, num_tokens: int, num_threads: int, repeats: int = 3
 ) -> list[float]:
     """Token by token behind `context` random ids, every one's logits computed.
 
@@ -101,7 +107,7 @@ def decode_tokens_per_s(
     """
     warm = min(8, num_tokens)
     prompt, rest = max(context - warm, 1), warm + repeats * num_tokens
-    model = LlamaCpp(gguf_path, num_ctx=prompt + rest, num_threads=num_threads)
+    model = LlamaCpp(gguf_path, num_ctx=prompt + rest, num_threads=num_threads, setting=setting)
     (ids,) = _random_ids(model.vocab_size, (1, prompt + rest))
     model.feed(ids[:prompt])
     for id_ in ids[prompt : prompt + warm]:
@@ -141,6 +147,6 @@ def _say_errors_only() -> object:
 
 
 if __name__ == "__main__":
-    what, path, *numbers = sys.argv[1:]
+    what, setting, path, *numbers = sys.argv[1:]
     measure = {"prefill": prefill_tokens_per_s, "decode": decode_tokens_per_s}[what]
-    print(json.dumps(measure(path, *map(int, numbers))))
+    print(json.dumps(measure(setting, path, *map(int, numbers))))

@@ -200,7 +200,7 @@ def test_a_tile_has_the_bits_of_its_tokens_whatever_stands_behind():
 def test_native_op_is_well_formed(absorb):
     args, rows = inputs([5, 66], past=(3, 0), dtype=torch.float32)
     torch.library.opcheck(
-        latent_attention_native, (*[x.requires_grad_() for x in args], rows.starts, rows.past, absorb)
+        latent_attention_native.registered, (*[x.requires_grad_() for x in args], rows.starts, rows.past, absorb)
     )
 
 

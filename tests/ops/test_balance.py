@@ -132,10 +132,10 @@ def test_native_route_equals_the_torch_path_with_its_gradients(num_tokens, num_e
 @BUILT
 def test_the_custom_ops_hold_to_their_contract():
     logit_TE, bias_E = distinct_scores(6, 9).requires_grad_(), grid_bias(9)
-    torch.library.opcheck(select_experts_native, (logit_TE.detach(), bias_E, 3))
-    torch.library.opcheck(route_native, (logit_TE, bias_E, 3, 2.5))
+    torch.library.opcheck(select_experts_native.registered, (logit_TE.detach(), bias_E, 3))
+    torch.library.opcheck(route_native.registered, (logit_TE, bias_E, 3, 2.5))
     weights_TA, _, experts_TA = route_native(logit_TE.detach(), bias_E, 3, 2.5)
-    torch.library.opcheck(route_backward, (weights_TA, None, logit_TE.detach(), experts_TA, 2.5))
+    torch.library.opcheck(route_backward.registered, (weights_TA, None, logit_TE.detach(), experts_TA, 2.5))
 
 
 def test_weights_sum_to_the_scale_and_carry_the_gradient():

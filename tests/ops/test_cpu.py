@@ -38,7 +38,7 @@ H, U = 64, 2**20
 inputs = (torch.zeros(1, H, 64), torch.zeros(1, H, 1), torch.zeros(U, 1), torch.zeros(U, 1), torch.zeros(H, 128, 1))
 resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
 try:
-    latent_attention_native(*inputs, [0, 1], [U - 1], absorb=False)
+    latent_attention_native(*inputs, [0, 1], [U - 1], False)
 except MemoryError as error:
     print(error)
 """

@@ -110,11 +110,11 @@ def test_bits_do_not_depend_on_other_tokens_nor_on_threads():
 @built
 def test_native_is_registered_whole():
     hidden_TD, weight_WD, targets_T, scale_T = case(5)
-    torch.library.opcheck(native.cross_entropy_native, (hidden_TD, weight_WD, targets_T))
+    torch.library.opcheck(native.cross_entropy_native.registered, (hidden_TD, weight_WD, targets_T))
     # Its gradients are made in the forward: that they are constants there is what two of the four checks do not know.
     checks = ("test_schema", "test_faketensor")
     args = (hidden_TD, weight_WD, targets_T, scale_T, True, True)
-    torch.library.opcheck(native._cross_entropy_sum, args, test_utils=checks)
+    torch.library.opcheck(native._cross_entropy_sum.registered, args, test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", BOTH)

@@ -111,12 +111,12 @@ def test_native_bits_do_not_depend_on_the_threads_or_on_what_is_kept():
 def test_the_custom_ops_hold_to_their_contract(keep):
     latent_TL, experts_TA, rest = case(9)
     tensors = [x.requires_grad_() for x in (latent_TL, *rest)]
-    torch.library.opcheck(_experts, (*tensors, experts_TA, None, None, None, 2.0, 9.0, keep))
+    torch.library.opcheck(_experts.registered, (*tensors, experts_TA, None, None, None, 2.0, 9.0, keep))
     with torch.no_grad():
         y_TL, gate_MF, up_MF = _experts(*tensors, experts_TA, None, None, None, 2.0, 9.0, keep)
     inputs = [x.detach() for x in (y_TL, *tensors)]
     torch.library.opcheck(
-        _experts_backward, (*inputs, experts_TA, None, None, None, gate_MF, up_MF, 2.0, 9.0, True, True)
+        _experts_backward.registered, (*inputs, experts_TA, None, None, None, gate_MF, up_MF, 2.0, 9.0, True, True)
     )
 
 

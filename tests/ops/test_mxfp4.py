@@ -204,8 +204,8 @@ def test_native_equals_the_others_byte_for_byte(shape):
 
 @BUILT
 def test_the_custom_ops_hold_to_their_contract():
-    torch.library.opcheck(pack_native, (torch.randn(5, 64, generator=torch.Generator().manual_seed(0)),))
-    torch.library.opcheck(_unpack, random_bytes(0, 5, 64))
+    torch.library.opcheck(pack_native.registered, (torch.randn(5, 64, generator=torch.Generator().manual_seed(0)),))
+    torch.library.opcheck(_unpack.registered, random_bytes(0, 5, 64))
 
 
 def test_experts_stay_packed_until_asked_for():

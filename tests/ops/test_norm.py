@@ -132,9 +132,9 @@ def test_bits_do_not_depend_on_other_rows_nor_on_threads(op, D):
 @native
 def test_native_is_registered_whole():
     x, gate, weight = case((5, 7))
-    torch.library.opcheck(rms_norm_native, (x, weight, 1e-5))
-    torch.library.opcheck(gated_rms_norm_native, (x, gate, weight, 1e-5))
-    torch.library.opcheck(sigmoid_gate_native, (x, gate))
+    torch.library.opcheck(rms_norm_native.registered, (x, weight, 1e-5))
+    torch.library.opcheck(gated_rms_norm_native.registered, (x, gate, weight, 1e-5))
+    torch.library.opcheck(sigmoid_gate_native.registered, (x, gate))
 
 
 def test_wrong_shapes_are_named():

@@ -76,8 +76,8 @@ def test_native_bits_depend_on_the_element_alone():
 @BUILT
 def test_the_custom_ops_hold_to_their_contract():
     gate, up = (x.requires_grad_() for x in gate_and_up(3, 7))
-    torch.library.opcheck(situ_native, (gate, up, 4.0, 25.0))
-    torch.library.opcheck(situ_backward, (up.detach(), gate.detach(), up.detach(), 4.0, 25.0))
+    torch.library.opcheck(situ_native.registered, (gate, up, 4.0, 25.0))
+    torch.library.opcheck(situ_backward.registered, (up.detach(), gate.detach(), up.detach(), 4.0, 25.0))
 
 
 def test_gradients_in_float64():

@@ -19,12 +19,16 @@ _PATCHES = "patch_embed.proj.weight"  # its last two dims are pixels, not output
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters under one optimiser and one rate. `rule` is what the rate is multiplied by, matrix by matrix."""
+    """Parameters under one optimiser and one rate. `rule` is what the rate is multiplied by, matrix by matrix.
+
+    `averages`: Muon's momentum, or AdamW's two betas.
+    """
 
     name: str
     optimiser: str
     rule: str
     lr: float
+    averages: tuple[float, ...]
     weight_decay: float
     parameters: tuple[tuple[str, Tensor], ...]
 
@@ -35,7 +39,13 @@ class Group:
 
 
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], *, muon_lr: float, adamw_lr: float, weight_decay: float = 0.0
+    named: Iterable[tuple[str, nn.Parameter]],
+    *,
+    muon_lr: float,
+    adamw_lr: float,
+    muon_momentum: float = 0.95,
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    weight_decay: float = 0.0,
 ) -> list[Group]:
     """Every trained parameter in exactly one group.
 
@@ -56,13 +66,20 @@ def parameter_groups(
     rule = "× s"
     groups = (
         Group(
-            name="matrices", optimiser="Muon", rule=rule, lr=muon_lr, weight_decay=weight_decay, parameters=tuple(muon)
+            name="matrices",
+            optimiser="Muon",
+            rule=rule,
+            lr=muon_lr,
+            averages=(muon_momentum,),
+            weight_decay=weight_decay,
+            parameters=tuple(muon),
         ),
         Group(
             name="embedding and lm_head",
             optimiser="AdamW",
             rule="",
             lr=adamw_lr,
+            averages=adamw_betas,
             weight_decay=weight_decay,
             parameters=tuple(ids),
         ),
@@ -71,6 +88,7 @@ def parameter_groups(
             optimiser="AdamW",
             rule="",
             lr=adamw_lr,
+            averages=adamw_betas,
             weight_decay=0.0,
             parameters=tuple(rest),
         ),
@@ -84,10 +102,13 @@ def build_optimisers(groups: Iterable[Group]) -> list[torch.optim.Optimizer]:
     for group in groups:
         parameters = [parameter for _, parameter in group.parameters]
         if group.optimiser == "Muon":
-            optimiser: torch.optim.Optimizer = Muon(parameters, group.lr, weight_decay=group.weight_decay)
+            (momentum,) = group.averages
+            optimiser: torch.optim.Optimizer = Muon(
+                parameters, group.lr, momentum=momentum, weight_decay=group.weight_decay
+            )
         else:
             optimiser = torch.optim.AdamW(
-                parameters, group.lr, betas=(0.9, 0.95), weight_decay=group.weight_decay, fused=True
+                parameters, group.lr, betas=group.averages, weight_decay=group.weight_decay, fused=True
             )
         for param_group in optimiser.param_groups:
             param_group["full_lr"] = group.lr

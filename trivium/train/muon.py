@@ -57,31 +57,40 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updates = defaultdict(list)
+            alike = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
                     out, in_ = weight.shape[-2:]
                     shape = (min(out, in_), max(out, in_), weight.device, group["ns_dtype"] or _ns_dtype(weight))
-                    updates[shape].append((weight, self._nesterov(weight, group["momentum"])))
-            for (short, long, _, dtype), pairs in updates.items():
-                # Newton-Schulz works on the wide form: NS(u.T) = NS(u).T, and its Gram matrix is the small one.
-                stack = torch.cat(
-                    [(u if u.shape[-2] == short else u.mT).reshape(-1, short, long).to(dtype) for _, u in pairs]
-                )
-                flat = orthogonalise(stack).split([weight.numel() // (short * long) for weight, _ in pairs])
-                for (weight, _), update in zip(pairs, flat, strict=True):
-                    out, in_ = weight.shape[-2:]
-                    update = (update if out == short else update.mT).reshape(weight.shape)
-                    weight.mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.add_(update.to(weight.dtype), alpha=-group["lr"] * update_scale(out, in_))
+                    alike[shape].append(weight)
+            for (short, long, device, dtype), weights in alike.items():
+                counts = [weight.numel() // (short * long) for weight in weights]
+                stack = torch.empty(sum(counts), short, long, device=device, dtype=dtype)
+                for weight, part in zip(weights, stack.split(counts), strict=True):
+                    self._nesterov(weight, group["momentum"], _as(weight, part))
+                for weight, part in zip(weights, orthogonalise(stack).split(counts), strict=True):
+                    if group["weight_decay"]:
+                        weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    scale = update_scale(*weight.shape[-2:])
+                    weight.add_(_as(weight, part).to(weight.dtype), alpha=-group["lr"] * scale)
         return loss
 
-    def _nesterov(self, weight: Tensor, momentum: float) -> Tensor:
+    def _nesterov(self, weight: Tensor, momentum: float, update: Tensor) -> None:
+        """Into `update`, in its dtype."""
         state = self.state[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight)
         state["momentum_buffer"].lerp_(weight.grad, 1 - momentum)
-        return weight.grad.lerp(state["momentum_buffer"], momentum)
+        if update.dtype == weight.dtype:
+            torch.lerp(weight.grad, state["momentum_buffer"], momentum, out=update)
+        else:
+            update.copy_(weight.grad.lerp(state["momentum_buffer"], momentum))
+
+
+def _as(weight: Tensor, part_NSL: Tensor) -> Tensor:
+    """A weight's wide matrices seen in its own shape: Newton-Schulz has NS(u.T) = NS(u).T, and a small Gram matrix."""
+    own = part_NSL if weight.shape[-2] == part_NSL.shape[-2] else part_NSL.mT
+    return own.unflatten(0, weight.shape[:-2]) if weight.ndim > 2 else own[0]
 
 
 def update_scale(num_out: int, num_in: int) -> float:

@@ -52,6 +52,8 @@ class PretrainConfig:
     max_len: int = 128
     muon_lr: float = 0.02
     adamw_lr: float = 6e-3
+    muon_momentum: float = 0.95
+    adamw_betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     schedule: Schedule = field(default_factory=Schedule)
     num_evals: int = 8
@@ -69,6 +71,9 @@ class PretrainConfig:
         for name in ("muon_lr", "adamw_lr", "save_every_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: wanted a number above 0, got {getattr(self, name)}")
+        for name, averages in (("muon_momentum", (self.muon_momentum,)), ("adamw_betas", self.adamw_betas)):
+            if not all(0 <= average < 1 for average in averages):
+                raise ValueError(f"{name}: wanted numbers in [0, 1), got {averages}")
         if self.length.num_steps is None and self.schedule.decay_from < TIMED_SHARE:
             raise ValueError(
                 f"decay_from: a run by the clock times its first steps at the full rate and wants at least {TIMED_SHARE}"
@@ -121,7 +126,12 @@ def pretrain(
     model = KimiK3(config.model).to(config.device)
     initialise_(model, config.seed)
     groups = parameter_groups(
-        model.named_parameters(), muon_lr=config.muon_lr, adamw_lr=config.adamw_lr, weight_decay=config.weight_decay
+        model.named_parameters(),
+        muon_lr=config.muon_lr,
+        adamw_lr=config.adamw_lr,
+        muon_momentum=config.muon_momentum,
+        adamw_betas=config.adamw_betas,
+        weight_decay=config.weight_decay,
     )
     optimisers = build_optimisers(groups)
     loader = Loader(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 from trivium.ops.rows import Rows
 
 
@@ -28,7 +29,7 @@ def latent_native(
     return o_THV
 
 
-@torch.library.custom_op("trivium::latent_attention", mutates_args=(), device_types="cpu")
+@cpu_op("latent_attention")
 def latent_attention_native(
     q_nope_THK: Tensor,
     q_rest_THJ: Tensor,
@@ -62,7 +63,7 @@ def _(
     return _outputs(q_nope_THK, kv_b_HXR)
 
 
-@torch.library.custom_op("trivium::latent_attention_backward", mutates_args=(), device_types="cpu")
+@cpu_op("latent_attention_backward")
 def latent_attention_backward(
     do_THV: Tensor,
     q_nope_THK: Tensor,
@@ -117,7 +118,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, do_THV: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, needs: Sequence[Any], do_THV: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     gradients = latent_attention_backward(do_THV, *ctx.saved_tensors, ctx.starts, ctx.past)
     return *gradients, None, None, None
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 
 
-@torch.library.custom_op("trivium::attnres", mutates_args=(), device_types="cpu")
+@cpu_op("attnres")
 def _attnres(sources: list[Tensor], query_D: Tensor, eps: float) -> Tensor:
     sources = [source_TD.contiguous() for source_TD in sources]
     x_TD = cpu.empty(sources[0].shape)
@@ -18,7 +19,7 @@ def _attnres(sources: list[Tensor], query_D: Tensor, eps: float) -> Tensor:
     return x_TD
 
 
-@torch.library.custom_op("trivium::attnres_backward", mutates_args=(), device_types="cpu")
+@cpu_op("attnres_backward")
 def _attnres_backward(dx_TD: Tensor, sources: list[Tensor], query_D: Tensor, eps: float) -> list[Tensor]:
     """The gradients of the sources, then that of the query."""
     sources = [source_TD.contiguous() for source_TD in sources]
@@ -51,7 +52,7 @@ def _keep(ctx: Any, inputs: tuple[list[Tensor], Tensor, float], output: Tensor) 
     ctx.save_for_backward(*sources, query_D)
 
 
-def _backward(ctx: Any, dx_TD: Tensor) -> tuple[list[Tensor], Tensor, None]:
+def _backward(ctx: Any, needs: Sequence[Any], dx_TD: Tensor) -> tuple[list[Tensor], Tensor, None]:
     *sources, query_D = ctx.saved_tensors
     *gradients, dquery_D = _attnres_backward(dx_TD, sources, query_D, ctx.eps)
     return gradients, dquery_D, None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 
 
-@torch.library.custom_op("trivium::select_experts", mutates_args=(), device_types="cpu")
+@cpu_op("select_experts")
 def select_experts_native(score_TE: Tensor, bias_E: Tensor, num_active: int) -> Tensor:
     experts_TA = score_TE.new_empty(len(score_TE), num_active, dtype=torch.int64)
     cpu.call("select_experts", score_TE.contiguous(), bias_E.contiguous(), experts_TA, *score_TE.shape, num_active)
@@ -22,7 +24,7 @@ def _(score_TE: Tensor, bias_E: Tensor, num_active: int) -> Tensor:
     return score_TE.new_empty(len(score_TE), num_active, dtype=torch.int64)
 
 
-@torch.library.custom_op("trivium::route", mutates_args=(), device_types="cpu")
+@cpu_op("route")
 def route_native(logit_TE: Tensor, bias_E: Tensor, num_active: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The weights of the chosen experts, the scores of all, and who the chosen are."""
     weights_TA, score_TE, experts_TA = outputs = _route(logit_TE, num_active)
@@ -41,7 +43,7 @@ def _route(logit_TE: Tensor, num_active: int) -> tuple[Tensor, Tensor, Tensor]:
     return logit_TE.new_empty(experts_TA.shape), logit_TE.new_empty(logit_TE.shape), experts_TA
 
 
-@torch.library.custom_op("trivium::route_backward", mutates_args=(), device_types="cpu")
+@cpu_op("route_backward")
 def route_backward(
     d_weights_TA: Tensor | None, d_score_TE: Tensor | None, logit_TE: Tensor, experts_TA: Tensor, scale: float
 ) -> Tensor:
@@ -66,7 +68,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int, float], output: tuple[Ten
 
 
 def _backward(
-    ctx: Any, d_weights_TA: Tensor | None, d_score_TE: Tensor | None, d_experts: None
+    ctx: Any, needs: Sequence[Any], d_weights_TA: Tensor | None, d_score_TE: Tensor | None, d_experts: None
 ) -> tuple[Tensor | None, None, None, None]:
     return route_backward(d_weights_TA, d_score_TE, *ctx.saved_tensors, ctx.scale), None, None, None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 from trivium.ops.rows import Rows
 
 
@@ -17,7 +18,7 @@ def short_conv_native(x_TX: Tensor, weight_X14: Tensor, rows: Rows, window_S3X: 
     return _forward(x_TX, weight_X14, window_S3X, rows.starts)
 
 
-@torch.library.custom_op("trivium::short_conv", mutates_args=(), device_types="cpu")
+@cpu_op("short_conv")
 def _forward(x_TX: Tensor, weight_X14: Tensor, window_S3X: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
     y_TX, after_S3X = x_TX.new_empty(x_TX.shape), window_S3X.new_empty(window_S3X.shape)
     inputs = (x.contiguous() for x in (x_TX, weight_X14, window_S3X))
@@ -34,7 +35,7 @@ def _(x_TX: Tensor, weight_X14: Tensor, window_S3X: Tensor, starts: Sequence[int
     return x_TX.new_empty(x_TX.shape), window_S3X.new_empty(window_S3X.shape)
 
 
-@torch.library.custom_op("trivium::short_conv_backward", mutates_args=(), device_types="cpu")
+@cpu_op("short_conv_backward")
 def _gradients(
     d_y_TX: Tensor, d_after_S3X: Tensor, x_TX: Tensor, weight_X14: Tensor, window_S3X: Tensor, starts: Sequence[int]
 ) -> list[Tensor]:
@@ -57,7 +58,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, d_y_TX: Tensor, d_after_S3X: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, needs: Sequence[Any], d_y_TX: Tensor, d_after_S3X: Tensor) -> tuple[Tensor | None, ...]:
     return *_gradients(d_y_TX, d_after_S3X, *ctx.saved_tensors, ctx.starts), None
 
 

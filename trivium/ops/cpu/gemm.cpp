@@ -147,8 +147,18 @@ void gemm(int64_t M, int64_t N, int64_t K, Matrix A, Matrix B, float* C, int64_t
 
 void gemm_symmetric(int64_t N, int64_t K, Matrix A, Matrix B, float* C) {
     product(N, N, K, A, B, C, N, false, true);
-    for (int64_t i = 0; i < N; i++)
-        for (int64_t j = i + 1; j < N; j++) C[i * N + j] = C[j * N + i];
+    for (int64_t i = 0; i < N; i += W)
+        for (int64_t j = i; j < N; j += W) {
+            if (j > i && j + W <= N) {  // a block below the diagonal, turned
+                vf x[W];
+                for (int r = 0; r < W; r++) x[r] = load(C + (j + r) * N + i);
+                transpose(x);
+                for (int r = 0; r < W; r++) store(C + (i + r) * N + j, x[r]);
+            } else {
+                for (int64_t r = i; r < std::min<int64_t>(i + W, N); r++)
+                    for (int64_t s = std::max(r + 1, j); s < std::min<int64_t>(j + W, N); s++) C[r * N + s] = C[s * N + r];
+            }
+        }
 }
 
 }  // namespace trivium

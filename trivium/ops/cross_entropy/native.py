@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 
 # Logits of one block of tokens, 32 MB. A block is 64 tokens at least, or dweight's own traffic costs more than its sums.
 BLOCK_NUMEL, MIN_TOKENS, MAX_TOKENS = 2**23, 64, 512
 
 
-@torch.library.custom_op("trivium::cross_entropy", mutates_args=(), device_types="cpu")
+@cpu_op("cross_entropy")
 def cross_entropy_native(hidden_TD: Tensor, weight_WD: Tensor, targets_T: Tensor) -> Tensor:
     nll_T = cpu.empty(len(targets_T))
     _run(hidden_TD, weight_WD, targets_T, None, nll_T, None, None, None)
     return nll_T
 
 
-@torch.library.custom_op("trivium::cross_entropy_backward", mutates_args=(), device_types="cpu")
+@cpu_op("cross_entropy_backward")
 def _cross_entropy_backward(
     dnll_T: Tensor, hidden_TD: Tensor, weight_WD: Tensor, targets_T: Tensor, for_hidden: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +33,7 @@ def _cross_entropy_backward(
     return d_hidden_TD, d_weight_WD
 
 
-@torch.library.custom_op("trivium::cross_entropy_sum", mutates_args=(), device_types="cpu")
+@cpu_op("cross_entropy_sum")
 def _cross_entropy_sum(
     hidden_TD: Tensor, weight_WD: Tensor, targets_T: Tensor, scale_T: Tensor, for_hidden: bool, for_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +44,7 @@ def _cross_entropy_sum(
     return total, d_hidden_TD, d_weight_WD
 
 
-@torch.library.custom_op("trivium::cross_entropy_scaled", mutates_args=(), device_types="cpu")
+@cpu_op("cross_entropy_scaled")
 def _scaled_gradients(
     d_total: Tensor, hidden_TD: Tensor, weight_WD: Tensor, d_hidden_TD: Tensor, d_weight_WD: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -108,8 +110,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, dnll_T: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    for_hidden, for_weight = ctx.needs_input_grad[:2]
+def _backward(ctx: Any, needs: Sequence[Any], dnll_T: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    for_hidden, for_weight = needs[:2]
     d_hidden_TD, d_weight_WD = _cross_entropy_backward(dnll_T, *ctx.saved_tensors, for_hidden, for_weight)
     return d_hidden_TD if for_hidden else None, d_weight_WD if for_weight else None, None
 
@@ -121,7 +123,7 @@ def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.set_materialize_grads(False)
 
 
-def _backward_of_sum(ctx: Any, d_total: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward_of_sum(ctx: Any, needs: Sequence[Any], d_total: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     gradients = _scaled_gradients(d_total, *ctx.saved_tensors)
     return *(d if asked else None for d, asked in zip(gradients, ctx.asked, strict=True)), None, None, None, None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 from trivium.ops.experts.reference import ExpertInputs
 from trivium.ops.mxfp4 import PackedWeight
 
@@ -31,7 +33,7 @@ def _parts(weight: Tensor | PackedWeight) -> tuple[Tensor, Tensor | None]:
     return (weight.packed, weight.scale) if isinstance(weight, PackedWeight) else (weight, None)
 
 
-@torch.library.custom_op("trivium::experts", mutates_args=(), device_types="cpu")
+@cpu_op("experts")
 def _experts(
     latent_TL: Tensor,
     weights_TA: Tensor,
@@ -75,7 +77,7 @@ def _(
     return _outputs(latent_TL, weights_TA, w1, keep)
 
 
-@torch.library.custom_op("trivium::experts_backward", mutates_args=(), device_types="cpu")
+@cpu_op("experts_backward")
 def _experts_backward(
     dy_TL: Tensor,
     latent_TL: Tensor,
@@ -158,8 +160,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dy_TL: Tensor, d_gate: None, d_up: None) -> tuple[Tensor | None, ...]:
-    for_latent, for_matrices = ctx.needs_input_grad[0], ctx.dense and any(ctx.needs_input_grad[2:5])
+def _backward(ctx: Any, needs: Sequence[Any], dy_TL: Tensor, d_gate: None, d_up: None) -> tuple[Tensor | None, ...]:
+    for_latent, for_matrices = needs[0], ctx.dense and any(needs[2:5])
     gradients = _experts_backward(dy_TL, *ctx.saved_tensors, *ctx.bounds, for_latent, for_matrices)
     asked = (for_latent, True, *[for_matrices] * 3)
     return *(x if wanted else None for x, wanted in zip(gradients, asked, strict=True)), *[None] * 7

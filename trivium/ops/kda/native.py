@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 from trivium.ops.kda.gate import KdaInputs
 from trivium.ops.rows import Rows
 
@@ -23,7 +24,7 @@ def kda_native(inputs: KdaInputs, rows: Rows, state_SHKV: Tensor, lower_bound: f
     return o_THV, state_SHKV
 
 
-@torch.library.custom_op("trivium::kda", mutates_args=(), device_types="cpu")
+@cpu_op("kda")
 def _forward(
     q_THK: Tensor,
     k_THK: Tensor,
@@ -78,7 +79,7 @@ def _(q, k, v_THV, decay_in, beta_in, A_log, dt_bias, state_SHKV, starts, lower_
     return _empty_outputs(v_THV, state_SHKV, starts, keep)
 
 
-@torch.library.custom_op("trivium::kda_backward", mutates_args=(), device_types="cpu")
+@cpu_op("kda_backward")
 def _gradients(
     d_o_THV: Tensor,
     d_state_SHKV: Tensor | None,
@@ -132,7 +133,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, d_o_THV: Tensor | None, d_state_SHKV: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, needs: Sequence[Any], d_o_THV: Tensor | None, d_state_SHKV: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
     if d_o_THV is None:
         d_o_THV = torch.zeros_like(saved[-2])  # as wide as the misses

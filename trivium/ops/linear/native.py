@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 
 
 def linear_native(x_TD: Tensor, *weights: Tensor) -> Tensor:
     return _linear(x_TD, weights)
 
 
-@torch.library.custom_op("trivium::linear", mutates_args=(), device_types="cpu")
+@cpu_op("linear")
 def _linear(x_TD: Tensor, weights: Sequence[Tensor]) -> Tensor:
     x_TD = x_TD.contiguous()
     M, K, ldy = _sizes(x_TD, weights)
@@ -31,7 +32,7 @@ def _(x_TD: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return x_TD.new_empty(*x_TD.shape[:-1], sum(len(weight) for weight in weights))
 
 
-@torch.library.custom_op("trivium::linear_backward", mutates_args=(), device_types="cpu")
+@cpu_op("linear_backward")
 def _linear_backward(
     dy_TN: Tensor, x_TD: Tensor, weights: Sequence[Tensor], for_x: bool, for_weights: bool
 ) -> list[Tensor]:
@@ -77,9 +78,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: Tensor) -> None
     ctx.save_for_backward(x_TD, *weights)
 
 
-def _backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+def _backward(ctx: Any, needs: Sequence[Any], dy_TN: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
     x_TD, *weights = ctx.saved_tensors
-    for_x, for_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1])
+    for_x, for_weights = needs[0], any(needs[1])
     dx_TD, *d_weights = _linear_backward(dy_TN, x_TD, weights, for_x, for_weights)
     return dx_TD if for_x else None, d_weights if for_weights else [None] * len(weights)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 from trivium.ops.mxfp4.reference import GROUP_SIZE
 
 
@@ -14,7 +15,7 @@ def unpack_native(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return _unpack(packed, scale)
 
 
-@torch.library.custom_op("trivium::mxfp4_unpack", mutates_args=(), device_types="cpu")
+@cpu_op("mxfp4_unpack")
 def _unpack(packed: Tensor, scale: Tensor) -> Tensor:
     weight = _weight(packed)
     cpu.call("mxfp4_unpack", packed.contiguous(), scale.contiguous(), weight, scale.numel())
@@ -30,7 +31,7 @@ def _weight(packed: Tensor) -> Tensor:
     return packed.new_empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("trivium::mxfp4_pack", mutates_args=(), device_types="cpu")
+@cpu_op("mxfp4_pack")
 def pack_native(weight: Tensor) -> tuple[Tensor, Tensor]:
     packed, scale = _packed(weight)
     cpu.call("mxfp4_pack", weight.contiguous(), packed, scale, scale.numel())

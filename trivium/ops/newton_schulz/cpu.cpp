@@ -3,20 +3,23 @@
 
 using namespace trivium;
 
-// x [S, L] with S <= L, in place; `scratch` holds 2 S S + S L.
-static void orthogonalise(float* x, int64_t S, int64_t L, int64_t num_steps, float a, float b, float c, float eps, float* scratch) {
+// x [S, L] of a matrix [S, L] with S <= L; `scratch` holds 2 S S + S L.
+static void orthogonalise(
+    const float* matrix, float* x, int64_t S, int64_t L, int64_t num_steps, float a, float b, float c, float eps,
+    float* scratch
+) {
     float *gram = scratch, *poly = gram + S * S, *product = poly + S * S;
     double square = 0;  // of up to 10^8 terms
     for (int64_t i = 0; i < S; i++) {
         vf part = {};
         for (int64_t j = 0; j < L; j += W) {
-            vf v = load_n(x + i * L + j, L - j);
+            vf v = load_n(matrix + i * L + j, L - j);
             part = fma(v, v, part);
         }
         square += sum(part);
     }
     float scale = 1.0f / std::max((float)__builtin_sqrt(square), eps);
-    for (int64_t i = 0; i < S * L; i++) x[i] *= scale;
+    for (int64_t i = 0; i < S * L; i++) x[i] = matrix[i] * scale;
     for (int64_t step = 0; step < num_steps; step++) {
         gemm_symmetric(S, L, {x, L, 1}, {x, 1, L}, gram);
         gemm_symmetric(S, S, {gram, S, 1}, {gram, S, 1}, poly);
@@ -27,10 +30,11 @@ static void orthogonalise(float* x, int64_t S, int64_t L, int64_t num_steps, flo
 }
 
 TRIVIUM_KERNEL void trivium_newton_schulz(
-    int64_t num_threads, float* x, int64_t N, int64_t S, int64_t L, int64_t num_steps, float a, float b, float c, float eps
+    int64_t num_threads, const float* stack, float* x, int64_t N, int64_t S, int64_t L, int64_t num_steps, float a, float b, float c, float eps
 ) {
     parallel(num_threads, N, [&](int64_t n) {
         static thread_local Buffer buffer;
-        orthogonalise(x + n * S * L, S, L, num_steps, a, b, c, eps, buffer.at_least(2 * S * S + S * L));
+        float* scratch = buffer.at_least(2 * S * S + S * L);
+        orthogonalise(stack + n * S * L, x + n * S * L, S, L, num_steps, a, b, c, eps, scratch);
     });
 }

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 from trivium.ops.newton_schulz.reference import COEFFICIENTS, EPS, NUM_STEPS
 
 
-@torch.library.custom_op("trivium::newton_schulz", mutates_args=(), device_types="cpu")
+@cpu_op("newton_schulz")
 def newton_schulz_native(stack_NOI: Tensor) -> Tensor:
-    x_NOI = stack_NOI.clone(memory_format=torch.contiguous_format)
-    cpu.call("newton_schulz", x_NOI, *x_NOI.shape, NUM_STEPS, *COEFFICIENTS, EPS)
+    x_NOI = torch.empty_like(stack_NOI, memory_format=torch.contiguous_format)
+    cpu.call("newton_schulz", stack_NOI.contiguous(), x_NOI, *x_NOI.shape, NUM_STEPS, *COEFFICIENTS, EPS)
     return x_NOI
 
 

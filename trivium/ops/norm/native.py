@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 
 
-@torch.library.custom_op("trivium::rms_norm", mutates_args=(), device_types="cpu")
+@cpu_op("rms_norm")
 def rms_norm_native(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x_TD, y_TD = x_TD.contiguous(), cpu.empty(x_TD.shape)
     cpu.call("rms_norm", x_TD, weight_D.contiguous(), y_TD, *_rows(x_TD), eps)
     return y_TD
 
 
-@torch.library.custom_op("trivium::rms_norm_backward", mutates_args=(), device_types="cpu")
+@cpu_op("rms_norm_backward")
 def rms_norm_backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     dx_TD, dweight_D = cpu.empty(x_TD.shape), cpu.empty(weight_D.shape)
     args = (x.contiguous() for x in (dy_TD, x_TD, weight_D))
@@ -25,14 +25,14 @@ def rms_norm_backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float)
     return dx_TD, dweight_D
 
 
-@torch.library.custom_op("trivium::gated_rms_norm", mutates_args=(), device_types="cpu")
+@cpu_op("gated_rms_norm")
 def gated_rms_norm_native(o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float) -> Tensor:
     y_THV = cpu.empty(o_THV.shape)
     cpu.call("gated_rms_norm", *(x.contiguous() for x in (o_THV, gate_THV, weight_V)), y_THV, *_rows(o_THV), eps)
     return y_THV
 
 
-@torch.library.custom_op("trivium::gated_rms_norm_backward", mutates_args=(), device_types="cpu")
+@cpu_op("gated_rms_norm_backward")
 def gated_rms_norm_backward(
     dy_THV: Tensor, o_THV: Tensor, gate_THV: Tensor, weight_V: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,14 +42,14 @@ def gated_rms_norm_backward(
     return do_THV, dgate_THV, dweight_V
 
 
-@torch.library.custom_op("trivium::sigmoid_gate", mutates_args=(), device_types="cpu")
+@cpu_op("sigmoid_gate")
 def sigmoid_gate_native(x: Tensor, gate: Tensor) -> Tensor:
     y = cpu.empty(x.shape)
     cpu.call("sigmoid_gate", x.contiguous(), gate.contiguous(), y, x.numel())
     return y
 
 
-@torch.library.custom_op("trivium::sigmoid_gate_backward", mutates_args=(), device_types="cpu")
+@cpu_op("sigmoid_gate_backward")
 def sigmoid_gate_backward(dy: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
     dx, dgate = cpu.empty(x.shape), cpu.empty(x.shape)
     cpu.call("sigmoid_gate_backward", *(t.contiguous() for t in (dy, x, gate)), dx, dgate, x.numel())
@@ -72,13 +72,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 rms_norm_native.register_autograd(
-    lambda ctx, dy: (*rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None), setup_context=_keep
+    lambda ctx, needs, dy: (*rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None), setup_context=_keep
 )
 gated_rms_norm_native.register_autograd(
-    lambda ctx, dy: (*gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None), setup_context=_keep
+    lambda ctx, needs, dy: (*gated_rms_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None), setup_context=_keep
 )
 sigmoid_gate_native.register_autograd(
-    lambda ctx, dy: sigmoid_gate_backward(dy, *ctx.saved_tensors),
+    lambda ctx, needs, dy: sigmoid_gate_backward(dy, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trivium.ops import cpu
+from trivium.ops.cpu.op import cpu_op
 
 
-@torch.library.custom_op("trivium::situ", mutates_args=(), device_types="cpu")
+@cpu_op("situ")
 def situ_native(gate_TF: Tensor, up_TF: Tensor, bound: float, up_bound: float) -> Tensor:
     gate_TF, up_TF = gate_TF.contiguous(), up_TF.contiguous()
     y_TF = torch.empty_like(gate_TF)
@@ -23,7 +25,7 @@ def _(gate_TF: Tensor, up_TF: Tensor, bound: float, up_bound: float) -> Tensor:
     return torch.empty_like(gate_TF, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("trivium::situ_backward", mutates_args=(), device_types="cpu")
+@cpu_op("situ_backward")
 def situ_backward(
     dy_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, bound: float, up_bound: float
 ) -> tuple[Tensor, Tensor]:
@@ -44,7 +46,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float, float], output: Tensor)
     ctx.save_for_backward(gate_TF, up_TF)
 
 
-def _backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
+def _backward(ctx: Any, needs: Sequence[Any], dy_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
     return *situ_backward(dy_TF, *ctx.saved_tensors, *ctx.bounds), None, None
 
 
