@@ -5,8 +5,11 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trivium.ops import cpu
+from trivium.ops.attnres.native import _attnres
 from trivium.ops.rows import Rows
 
 from ..tiny import tiny_config
@@ -100,3 +103,69 @@ def test_why_there_are_no_kernels(tmp_path, monkeypatch):
     (tmp_path / "libtrivium_plain.so").write_bytes(b"no library")
     with pytest.raises(cpu._Missing, match="libtrivium_plain.so cannot be loaded: "):
         cpu._open("plain")
+
+
+# --- Operations, registered and short --------------------------------------------------------------------------------
+
+
+def attnres_case(grad=True):
+    generator = torch.Generator().manual_seed(0)
+    *sources, query_D = (torch.randn(size, generator=generator) for size in ((5, 8), (5, 8), (5, 8), (8,)))
+    for x in (*sources, query_D):
+        x.requires_grad_(grad)
+    return sources, query_D
+
+
+def test_short_and_registered_are_one_operation():
+    """Of a list of tensors a list of gradients, also where one of them asks for none."""
+    sources, query_D = attnres_case()
+    sources[1].requires_grad_(False)
+    leaves = [sources[0], sources[2], query_D]
+    found = []
+    for run in (_attnres, _attnres.registered):
+        x_TD = run(sources, query_D, 1e-5)
+        found.append([x_TD, *torch.autograd.grad(x_TD.square().sum(), leaves)])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    with torch.no_grad():
+        assert _attnres(sources, query_D, 1e-5).grad_fn is None
+
+
+def test_who_looks_on_sees_the_registered_operation():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    sources, query_D = attnres_case(grad=False)
+    names = []
+    with Seen():
+        _attnres(sources, query_D, 1e-5)
+    assert "trivium.attnres.default" in names
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(x) for x in (*sources, query_D)]  # without memory: a kernel would end the process
+    assert _attnres(fake[:3], fake[3], 1e-5).shape == (5, 8)
+
+
+def test_a_second_derivative_of_every_operation_raises():
+    sources, query_D = attnres_case()
+    x_TD = _attnres(sources, query_D, 1e-5)
+    (grad,) = torch.autograd.grad(x_TD.sum(), query_D, create_graph=True)
+    with pytest.raises(RuntimeError):
+        (grad.square().sum() + query_D.sum()).backward()
+
+
+def test_a_whole_number_is_the_same_number():
+    from trivium.ops.kda import kda
+    from trivium.ops.situ import situ
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, decay, beta, A_log, dt_bias = (
+        torch.randn(size, generator=generator) for size in (*[(9, 2, 8)] * 4, (9, 2), (2,), (2, 8))
+    )
+    for grad in (False, True):
+        q.requires_grad_(grad)
+        whole, real = (
+            kda(q, k, v, decay, beta, A_log, dt_bias, Rows.one(9), lower_bound=bound)[0] for bound in (-5, -5.0)
+        )
+        assert whole.equal(real)
+    assert situ(A_log, A_log, bound=4, up_bound=25).equal(situ(A_log, A_log, bound=4.0, up_bound=25.0))

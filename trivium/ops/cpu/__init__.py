@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,23 +98,40 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 def call(name: str, *args: Tensor | float | None) -> None:
     """Run the kernel `trivium_<name>` on all of torch's threads.
 
-    Tensors go in as pointers. Raises ValueError where one is not contiguous memory of the CPU, MemoryError where the
-    kernel finds no room for what it computes in between.
+    Tensors go in as pointers; what is an int, a float or a pointer in the first call of a name is one in all. Raises
+    ValueError where a tensor is not contiguous memory of the CPU, MemoryError where the kernel finds no room for what
+    it computes in between.
     """
-    converted = []
+    plain = []
     for arg in args:
-        if arg is None:
-            converted.append(ctypes.c_void_p())
-        elif isinstance(arg, Tensor):
+        if isinstance(arg, Tensor):
             if arg.device.type != "cpu" or not arg.is_contiguous():
                 raise ValueError(
-                    f"{name}: wanted contiguous memory of the CPU, got {tuple(arg.shape)} on {arg.device} with strides {arg.stride()}"
+                    f"{name}: wanted contiguous memory of the CPU, got {tuple(arg.shape)} on {arg.device} "
+                    f"with strides {arg.stride()}"
                 )
-            converted.append(ctypes.c_void_p(arg.data_ptr()))
+            plain.append(arg.data_ptr())
         else:
-            converted.append(ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg))
-    function = getattr(_library, f"trivium_{name}")
-    function.restype = None
-    function(ctypes.c_int64(torch.get_num_threads()), *converted)
+            plain.append(arg)
+    function = _functions.get(name) or _declare(name, args)
+    function(torch.get_num_threads(), *plain)
     if _library.trivium_took_no_memory():
         raise MemoryError(f"{name}: no memory for what it computes in between")
+
+
+_functions: dict[str, Any] = {}
+
+
+def _declare(name: str, args: Sequence[Tensor | float | None]) -> Any:
+    """The function with the types of its arguments: converting them is then ctypes' own work, and quick."""
+    function = getattr(_library, f"trivium_{name}")
+    function.restype = None
+    function.argtypes = [ctypes.c_int64, *map(_kind, args)]
+    _functions[name] = function
+    return function
+
+
+def _kind(arg: Tensor | float | None) -> type:
+    if arg is None or isinstance(arg, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(arg, float) else ctypes.c_int64

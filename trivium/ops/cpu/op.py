@@ -7,6 +7,7 @@ functions run under a torch.autograd.Function, or by themselves where no gradien
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ class CpuOp:
     def __init__(self, name: str, run: Callable[..., Any], registered: Any) -> None:
         self.name, self.run, self.registered = name, run, registered
         self.register_fake = registered.register_fake
+        parameters = inspect.signature(run).parameters.values()
+        self._floats = [i for i, x in enumerate(parameters) if x.annotation in (float, "float")]
         self._function: type[torch.autograd.Function] | None = None
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
@@ -57,7 +60,10 @@ class CpuOp:
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_flat)}
         self._function = type(f"trivium::{self.name}", (torch.autograd.Function,), methods)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *given: Any) -> Any:
+        args = list(given)
+        for i in self._floats:  # a kernel takes 5 for another number than 5.0
+            args[i] = float(args[i])
         lengths = [len(x) if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor) else None for x in args]
         flat = _flat(args, lengths)
         tensors = [x for x in flat if isinstance(x, Tensor)]
