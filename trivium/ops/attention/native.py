@@ -50,16 +50,7 @@ def latent_attention_native(
 
 
 @latent_attention_native.register_fake
-def _(
-    q_nope_THK: Tensor,
-    q_rest_THJ: Tensor,
-    latent_UR: Tensor,
-    shared_key_UJ: Tensor,
-    kv_b_HXR: Tensor,
-    starts: Sequence[int],
-    past: Sequence[int],
-    absorb: bool,
-) -> tuple[Tensor, Tensor]:
+def _(q_nope_THK, q_rest, latent, shared_key, kv_b_HXR, starts, past, absorb):
     return _outputs(q_nope_THK, kv_b_HXR)
 
 
@@ -86,18 +77,7 @@ def latent_attention_backward(
 
 
 @latent_attention_backward.register_fake
-def _(
-    do_THV: Tensor,
-    q_nope_THK: Tensor,
-    q_rest_THJ: Tensor,
-    latent_UR: Tensor,
-    shared_key_UJ: Tensor,
-    kv_b_HXR: Tensor,
-    o_THV: Tensor,
-    lse_TH: Tensor,
-    starts: Sequence[int],
-    past: Sequence[int],
-) -> list[Tensor]:
+def _(do_THV, q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR, o_THV, lse_TH, starts, past):
     return [x.new_empty(x.shape) for x in (q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR)]
 
 

@@ -60,20 +60,7 @@ def _experts(
 
 
 @_experts.register_fake
-def _(
-    latent_TL: Tensor,
-    weights_TA: Tensor,
-    w1: Tensor,
-    w3: Tensor,
-    w2: Tensor,
-    experts_TA: Tensor,
-    scale1: Tensor | None,
-    scale3: Tensor | None,
-    scale2: Tensor | None,
-    bound: float,
-    up_bound: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(latent_TL, weights_TA, w1, w3, w2, experts_TA, scale1, scale3, scale2, bound, up_bound, keep):
     return _outputs(latent_TL, weights_TA, w1, keep)
 
 
@@ -108,24 +95,7 @@ def _experts_backward(
 
 
 @_experts_backward.register_fake
-def _(
-    dy_TL: Tensor,
-    latent_TL: Tensor,
-    weights_TA: Tensor,
-    w1: Tensor,
-    w3: Tensor,
-    w2: Tensor,
-    experts_TA: Tensor,
-    scale1: Tensor | None,
-    scale3: Tensor | None,
-    scale2: Tensor | None,
-    gate_MF: Tensor,
-    up_MF: Tensor,
-    bound: float,
-    up_bound: float,
-    for_latent: bool,
-    for_matrices: bool,
-) -> list[Tensor]:
+def _(dy, latent_TL, weights_TA, w1, w3, w2, ids, s1, s3, s2, gate, up, bound, up_bound, for_latent, for_matrices):
     return _gradients(latent_TL, weights_TA, (w1, w3, w2), for_latent, for_matrices)
 
 
