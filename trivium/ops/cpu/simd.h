@@ -151,14 +151,11 @@ static inline float largest(vf x) {
     return part[0];
 }
 
-// e^x within 2 units in the last place; 0 below -103.98, inf above 88.73, nan for nan.
-static inline vf exp(vf x) {
-    const vf top = splat(88.722839f), bottom = splat(-103.97208f);
-    vf y = min(max(x, bottom), top);  // nan leaves both as a bound, and is put back at the end
-    // n = round(x / ln 2) by the addition that leaves no room for fractions; r = x - n ln 2 in two steps.
-    const vf magic = splat(12582912.0f);
-    vf n = fma(y, splat(1.44269504088896341f), magic) - magic;
-    vf r = fma(n, splat(-0.693359375f), y);
+// e^(x - n ln 2) for n = round(x / ln 2): the difference in two steps, a polynomial of it. What each exponential below
+// shares; they differ in their range: exp all of float32, exp_normal -87 to 88, exp_down (situ.h) 0 to 87.33 of -x, and
+// exp2_below (tile.h) powers of two up to 127.
+static inline vf exp_rest(vf x, vf n) {
+    vf r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);
     vf p = splat(1.9875691500e-4f);
     p = fma(p, r, splat(1.3981999507e-3f));
@@ -166,7 +163,17 @@ static inline vf exp(vf x) {
     p = fma(p, r, splat(4.1665795894e-2f));
     p = fma(p, r, splat(1.6666665459e-1f));
     p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p * r, r, r) + 1.0f;
+    return fma(p * r, r, r) + 1.0f;
+}
+
+// e^x within 2 units in the last place; 0 below -103.98, inf above 88.73, nan for nan.
+static inline vf exp(vf x) {
+    const vf top = splat(88.722839f), bottom = splat(-103.97208f);
+    vf y = min(max(x, bottom), top);  // nan leaves both as a bound, and is put back at the end
+    // n = round(x / ln 2) by the addition that leaves no room for fractions.
+    const vf magic = splat(12582912.0f);
+    vf n = fma(y, splat(1.44269504088896341f), magic) - magic;
+    vf p = exp_rest(y, n);
     // 2^n as a product of two powers, since n runs from -150 to 128 and an exponent field only from -126 to 127.
     vi k = __builtin_convertvector(n, vi);
     vi half = k >> 1;
@@ -182,15 +189,7 @@ static inline vf exp_normal(vf x) {
     vf y = min(splat(88.0f), max(splat(-87.0f), x));  // nan stays
     const vf magic = splat(12582912.0f);
     vf shifted = fma(y, splat(1.44269504088896341f), magic), n = shifted - magic;
-    vf r = fma(n, splat(-0.693359375f), y);
-    r = fma(n, splat(2.12194440e-4f), r);
-    vf p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p * r, r, r) + 1.0f;
+    vf p = exp_rest(y, n);
     // The low bits of `shifted` are n: moved up to the exponent they leave the rest of it behind.
     return p * (vf)(((vi)shifted << 23) + splat_i(127 << 23));
 }
@@ -199,22 +198,6 @@ static inline vf exp_normal(vf x) {
 static inline vf sigmoid(vf x) {
     vf y = 1.0f / (1.0f + exp_normal(-x));
     return (vf)((vi)y & ~(x < splat(-87.0f)));
-}
-
-// tanh within a few units in the last place: a polynomial near 0, where 1 - 2 / (e^2x + 1) cancels.
-static inline vf tanh(vf x) {
-    vf z = abs(x);
-    vf far = 1.0f - 2.0f / (exp(2.0f * min(z, splat(20.0f))) + 1.0f);
-    vf s = x * x;
-    vf p = splat(-5.70498872745e-3f);
-    p = fma(p, s, splat(2.06390887954e-2f));
-    p = fma(p, s, splat(-5.37397155531e-2f));
-    p = fma(p, s, splat(1.33314422036e-1f));
-    p = fma(p, s, splat(-3.33332819422e-1f));
-    vf near = fma(p * s, x, x);
-    vf signed_far = (vf)((vi)far | ((vi)x & splat_i((int32_t)0x80000000)));
-    vf y = select(z > splat(0.625f), signed_far, near);
-    return select(x == x, y, x);
 }
 
 // W vectors of W floats, turned: row i, lane j goes to row j, lane i. log2 W exchanges of blocks.

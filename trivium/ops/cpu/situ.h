@@ -12,16 +12,7 @@ static inline vf exp_down(vf z) {
     vf y = min(most, z);                                   // nan stays
     vf shifted = fma(y, splat(-1.44269504088896341f), magic);  // n = round(-y / ln 2) in its lowest bits
     vf n = shifted - magic;
-    vf r = fma(n, splat(-0.693359375f), -y);
-    r = fma(n, splat(2.12194440e-4f), r);
-    vf p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = fma(p * r, r, r) + 1.0f;
-    p = p * (vf)(((vi)shifted << 23) + 0x3f800000);
+    vf p = exp_rest(-y, n) * (vf)(((vi)shifted << 23) + 0x3f800000);
     return z > most ? vf{} : p;
 }
 

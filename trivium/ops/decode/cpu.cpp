@@ -10,6 +10,7 @@
 #include "decode_attend.h"
 #include "decode_team.h"
 #include "kernel.h"
+#include "situ.h"
 
 namespace trivium {
 
@@ -41,8 +42,7 @@ static inline void rms_norm(const float* x, const float* weight, int64_t n, floa
 // gate = SiTU(gate, up), (2)
 static inline void situ(float* gate, const float* up, int64_t n, float bound, float up_bound) {
     each(n, gate, [&](int64_t i, int64_t m) {
-        vf g = load_n(gate + i, m), u = load_n(up + i, m);
-        return bound * tanh(g / bound) * sigmoid(g) * (up_bound * tanh(u / up_bound));
+        return Situ(load_n(gate + i, m), load_n(up + i, m), {bound, up_bound}).value();
     });
 }
 
