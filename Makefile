@@ -31,9 +31,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Done once, and again when pyproject.toml, the wanted torch or the CPU kernels change.
-KERNELS := setup.py trivium/ops/cpu/sources.py $(wildcard trivium/ops/*/*.cpp trivium/ops/cpu/*.h)
-$(VENV)/installed: pyproject.toml $(KERNELS) $(VENV)/torch
+# Done once, and again when pyproject.toml, the wanted torch, the CPU kernels or the compiler change.
+$(VENV)/installed: pyproject.toml setup.py $(VENV)/torch $(VENV)/kernels
 	@$(PYTHON) -c 'import sys' 2>/dev/null || \
 		{ echo "make: cannot run '$(PYTHON)': name a Python 3.11 to 3.13, as in 'make PYTHON=python3.12 ...'" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
@@ -50,5 +49,10 @@ $(VENV)/installed: pyproject.toml $(KERNELS) $(VENV)/torch
 $(VENV)/torch: FORCE
 	@mkdir -p $(VENV)
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/kernels: FORCE
+	@mkdir -p $(VENV)
+	@{ $(PYTHON) trivium/ops/cpu/sources.py; command -v $${CXX:-c++}; } > $@.now 2>/dev/null; \
+		cmp -s $@.now $@ || cp $@.now $@
 
 FORCE:

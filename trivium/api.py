@@ -163,8 +163,8 @@ class Model:
     ) -> Iterator[Piece]:
         """`generate`, piece by piece: one piece a token, the last one with its finish_reason.
 
-        Weights that change between two pieces hold from the next one on; a trace or a hook has to be there before the
-        first. Raises ValueError before the first token for a prompt or an option that is wrong.
+        The model is to be left as it is until the last piece: of weights that are changed meanwhile some hold at once, and a
+        hook or a trace that comes later is not seen. Raises ValueError before the first token for a prompt or an option that is wrong.
         """
         prompt_ids = self._prompt_ids(prompt)
         check_sampling(temperature, top_p)
@@ -213,9 +213,7 @@ class Model:
     def _stepper(self, state: ModelState) -> Callable[[int], Tensor]:
         """From the next token's id to the logits [1, W] behind it, from this state on: fused where that serves."""
 
-        def by_forward() -> Callable[[int], Tensor]:
-            held = state
-
+        def by_forward(held: ModelState = state) -> Callable[[int], Tensor]:
             def step(id_: int) -> Tensor:
                 nonlocal held
                 logits_1W, held = self._next([id_], held, held.lengths[0])
@@ -224,13 +222,16 @@ class Model:
             return step
 
         def fused() -> Callable[[int], Tensor]:
-            stepper, held = Stepper(self.network), DecodeState.of(self.config, state)
+            stepper, held, plain = Stepper(self.network), DecodeState.of(self.config, state), None
 
             def step(id_: int) -> Tensor:
-                nonlocal stepper
-                if stepper.is_stale:
-                    stepper = Stepper(self.network)
-                return stepper(id_, held)[None]
+                nonlocal stepper, plain
+                if plain is None and stepper.is_stale:
+                    if serves(self.network):
+                        stepper = Stepper(self.network)
+                    else:  # it also got a hook, say
+                        plain = by_forward(held.to_state(self.config, self.network.dtype))
+                return plain(id_) if plain else stepper(id_, held)[None]
 
             return step
 

@@ -261,24 +261,58 @@ def test_a_module_that_computes_something_else_is_not_passed_over():
     assert not serves(held.network)
 
 
-def test_weights_that_change_hold_from_the_next_token_on():
-    """Vectors, which the step copied, as well as matrices, which it did not."""
+@pytest.mark.parametrize("hooked", [False, True])
+def test_weights_seen_to_change_hold_from_the_next_token_on(hooked):
+    """Vectors, which the step copied, as well as matrices, which it did not; with a hook it gives way to the forward."""
     held = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32")
     before = {name: x.clone() for name, x in held.network.state_dict().items()}
 
     def logprobs(backend):
         held.network.load_state_dict(before)
-        found = []
+        found, handles = [], []
         with use_backend(backend):
             for piece in held.stream([1, 2, 3], max_tokens=5, temperature=1.0, seed=3):
                 found += piece.logprobs
                 if len(found) == 2:
+                    if hooked:
+                        handles.append(held.network.register_forward_hook(lambda *_: None))
                     with torch.no_grad():
                         for parameter in held.network.parameters():
                             parameter.mul_(1.1)
+        for handle in handles:
+            handle.remove()
         return torch.tensor(found)
 
     torch.testing.assert_close(logprobs(None), logprobs("torch"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: setattr(text.lm_head, "forward", lambda x: x),
+        lambda text: setattr(text.model.norm, "eps", 1.0),
+        lambda text: setattr(text.model.layers[1].block_sparse_moe.gate, "num_active", 1),
+        lambda text: setattr(text.model.layers[1].block_sparse_moe.gate, "scale", 7.0),
+        lambda text: text.model.layers[0].mlp.bounds.update(bound=5.0),
+        lambda text: text.model.layers[1].block_sparse_moe.experts.bounds.update(up_bound=5.0),
+        lambda text: setattr(text.model.layers[0].self_attn, "lower_bound", -4.0),
+    ],
+)
+def test_a_module_with_other_numbers_is_not_passed_over(change):
+    network = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32").network
+    assert serves(network)
+    change(network.language_model)
+    assert not serves(network)
+
+
+def test_a_hook_on_all_modules_is_not_passed_over():
+    network = trivium.load(FIXTURES / "k3-tiny-a", dtype="float32").network
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not serves(network)
+    finally:
+        handle.remove()
+    assert serves(network)
 
 
 def test_a_state_made_with_gradients_keeps_none_of_their_graph():

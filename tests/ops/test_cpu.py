@@ -6,10 +6,12 @@ import sys
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trivium.ops import cpu
 from trivium.ops.attnres.native import _attnres
+from trivium.ops.linear import linear
 from trivium.ops.rows import Rows
 
 from ..tiny import tiny_config
@@ -95,10 +97,12 @@ def test_torch_default_device_is_no_matter():
 
 def test_why_there_are_no_kernels(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "_FOLDER", tmp_path)
-    with pytest.raises(cpu._Missing, match="it was installed without a C\\+\\+ compiler .wanted g\\+\\+ 12 or later.$"):
+    with pytest.raises(cpu._Missing, match="^no compiled kernels in this installation: they were not built$"):
         cpu._open("plain")
     (tmp_path / "not_built.txt").write_text("the C++ compiler failed: simd.h:3:1: error: no such thing\n")
-    with pytest.raises(cpu._Missing, match="the C\\+\\+ compiler failed: simd.h:3:1: error: no such thing"):
+    with pytest.raises(
+        cpu._Missing, match="this installation: the C\\+\\+ compiler failed: simd.h:3:1: error: no such thing$"
+    ):
         cpu._open("plain")
     (tmp_path / "libtrivium_plain.so").write_bytes(b"no library")
     with pytest.raises(cpu._Missing, match="libtrivium_plain.so cannot be loaded: "):
@@ -169,3 +173,32 @@ def test_a_whole_number_is_the_same_number():
         )
         assert whole.equal(real)
     assert situ(A_log, A_log, bound=4, up_bound=25).equal(situ(A_log, A_log, bound=4.0, up_bound=25.0))
+
+
+def test_what_is_no_plain_memory_is_resolved_or_refused():
+    x, w = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.ones(5, 8)
+    assert linear(torch._neg_view(x), w).equal(linear(-x, w))
+    assert not linear(torch._efficientzerotensor((3, 8)), w).any()
+    gone = torch.ones(3, 8)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"linear: wanted memory, got a tensor \(3, 8\) whose storage is gone"):
+        linear(gone, w)
+
+
+def test_forward_mode_raises():
+    x, w = torch.ones(3, 8), torch.ones(5, 8)
+    with pytest.raises(RuntimeError, match="linear: has no forward-mode derivative"):
+        torch.func.jvp(lambda x: linear(x, w), (x,), (x,))
+    with forward_ad.dual_level():
+        assert linear(x, w).equal(torch.full((3, 5), 8.0))
+        with pytest.raises(RuntimeError, match="linear: has no forward-mode derivative"):
+            linear(forward_ad.make_dual(x, x), w)
+
+
+def test_a_trace_and_a_profile_name_the_operation():
+    x, w = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.ones(5, 8)
+    traced = torch.jit.trace(lambda x: linear(x, w), (x,), check_trace=False)
+    assert traced(x).equal(linear(x, w)) and "trivium::linear" in str(traced.graph)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        linear(x, w)
+    assert "trivium::linear" in {event.key for event in profile.key_averages()}

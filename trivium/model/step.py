@@ -10,6 +10,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as hooks
 
 from trivium.config import K3Config
 from trivium.model import trace
@@ -43,7 +44,8 @@ _KINDS |= {KimiDeltaAttention, ShortConv, GatedMla, LatentMoe, Router, Experts, 
 def serves(network: KimiK3) -> bool:
     """Whether a Stepper of this model can stand for its forward now.
 
-    Not in deterministic mode, not while a trace runs, and not where a module was replaced by another kind or has hooks.
+    Not in deterministic mode, not while a trace runs, and not where a module was replaced by another kind, has hooks, or
+    computes with other numbers than the config's.
     """
     config = network.config
     return (
@@ -52,11 +54,24 @@ def serves(network: KimiK3) -> bool:
         and network.dtype in (torch.float32, torch.bfloat16)
         and not network.deterministic
         and not trace.is_running()
-        and all(type(module) in _KINDS for module in network.language_model.modules())
+        and not (hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
         and not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+        and all(_is_as_built(module, config) for module in network.language_model.modules())
         and config.moe.num_experts_per_token <= MAX_ACTIVE
         and config.num_layers <= MAX_BLOCKS
     )
+
+
+def _is_as_built(module: torch.nn.Module, config: K3Config) -> bool:
+    if type(module) not in _KINDS or "forward" in vars(module):
+        return False
+    if isinstance(module, RMSNorm):
+        return module.eps in (config.rms_norm_eps, LATENT_NORM_EPS)
+    if isinstance(module, Router):
+        return (module.num_active, module.scale) == (config.moe.num_experts_per_token, config.moe.routed_scaling_factor)
+    if isinstance(module, Mlp | Experts):
+        return module.bounds == {"bound": config.activation_situ_beta, "up_bound": config.activation_situ_linear_beta}
+    return not isinstance(module, KimiDeltaAttention) or module.lower_bound == config.kda.gate_lower_bound
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,8 +138,8 @@ def _shared_key(rows_UP: Tensor, config: K3Config) -> Tensor:
 class Stepper:
     """`stepper(token_id, state)`: logits [W], float32, behind one more token of the state's sequence.
 
-    Weights are read where the model has them, small vectors were copied: where weights were changed since, by training
-    or loading, `is_stale` and a new one is needed. Raises ValueError for a model that the step does not serve.
+    Weights are read where the model has them, small vectors were copied: a model that was trained on, or loaded into, needs
+    a new one. Raises ValueError for a model that the step does not serve.
     """
 
     def __init__(self, network: KimiK3) -> None:
@@ -143,7 +158,10 @@ class Stepper:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a weight or a buffer of the model was written to since."""
+        """Whether a weight or a buffer is known to have been written to since.
+
+        Some writes leave no mark: through `.data` or numpy, of torch's fused optimisers, and another tensor put in its place.
+        """
         return self._count_changes() != self._changes
 
     def _count_changes(self) -> int:

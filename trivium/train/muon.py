@@ -41,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "ns_dtype": ns_dtype})
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.ndim < 2 or 1 in weight.shape[-2:]:
+                if weight.ndim < 2 or min(weight.shape[-2:]) < 2:
                     raise ValueError(
                         f"muon: wanted matrices [..., out, in] with both sides above 1, got {tuple(weight.shape)}"
                     )

@@ -27,9 +27,7 @@ class _Missing(Exception):
 def _open(isa: str) -> ctypes.CDLL:
     path = _FOLDER / f"libtrivium_{isa}.so"
     if not path.exists():
-        log = _FOLDER / BUILD_LOG
-        why = log.read_text().strip() if log.exists() else "it was installed without a C++ compiler"
-        raise _Missing(f"no compiled kernels in this installation: {why} (wanted g++ 12 or later)")
+        raise _Missing(f"no compiled kernels in this installation: {_why_not_built() or 'they were not built'}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -37,8 +35,13 @@ def _open(isa: str) -> ctypes.CDLL:
     library.trivium_best_isa.restype = library.trivium_fingerprint.restype = ctypes.c_char_p
     library.trivium_took_no_memory.restype = ctypes.c_int64
     if (_FOLDER / "cpu.cpp").exists() and library.trivium_fingerprint().decode() != fingerprint(_FOLDER.parent):
-        raise _Missing(f"{path.name} is of other sources than these: pip install again")
+        raise _Missing(f"{path.name} is of other sources than these: {_why_not_built() or 'install again'}")
     return library
+
+
+def _why_not_built() -> str | None:
+    log = _FOLDER / BUILD_LOG
+    return log.read_text(encoding="utf-8").strip() if log.exists() else None
 
 
 def _load() -> tuple[ctypes.CDLL, str]:
@@ -47,7 +50,7 @@ def _load() -> tuple[ctypes.CDLL, str]:
         raise _Missing("TRIVIUM_NATIVE=0 asks for the torch path")
     plain = _open("plain")  # torch, imported above, has brought the OpenMP runtime
     best = plain.trivium_best_isa().decode()
-    isa = os.environ.get("TRIVIUM_ISA", best)
+    isa = os.environ.get("TRIVIUM_ISA") or best
     if isa not in ISA_FLAGS:
         raise ValueError(f"TRIVIUM_ISA: wanted one of {', '.join(ISA_FLAGS)}, got {isa!r}")
     if list(ISA_FLAGS).index(isa) < list(ISA_FLAGS).index(best):
@@ -110,7 +113,10 @@ def call(name: str, *args: Tensor | float | None) -> None:
                     f"{name}: wanted contiguous memory of the CPU, got {tuple(arg.shape)} on {arg.device} "
                     f"with strides {arg.stride()}"
                 )
-            plain.append(arg.data_ptr())
+            pointer = arg.data_ptr()
+            if not pointer and arg.numel():
+                raise ValueError(f"{name}: wanted memory, got a tensor {tuple(arg.shape)} whose storage is gone")
+            plain.append(pointer)
         else:
             plain.append(arg)
     function = _functions.get(name) or _declare(name, args)

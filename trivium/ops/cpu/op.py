@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -67,7 +68,9 @@ class CpuOp:
         lengths = [len(x) if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor) else None for x in args]
         flat = _flat(args, lengths)
         tensors = [x for x in flat if isinstance(x, Tensor)]
-        if _is_watched() or not all(type(x) in _PLAIN for x in tensors):
+        if _asks_forward(tensors):
+            raise RuntimeError(f"{self.name}: has no forward-mode derivative; use_backend('torch') may have one")
+        if _is_watched() or not all(_is_plain(x) for x in tensors):
             return self.registered(*args)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             return self.run(*args)
@@ -76,12 +79,27 @@ class CpuOp:
         return self._function.apply(lengths, *flat)
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Numbers in memory as they are: torch resolves negated views and tensors that are zero by definition."""
+    return type(x) in _PLAIN and not (x.is_neg() or x._is_zerotensor())
+
+
 def _is_watched() -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()  # which names what goes through torch
     )
+
+
+def _asks_forward(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tangent would be dropped without a word, as torch.library does."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return True
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return any(transform.key() == torch._C._functorch.TransformType.Jvp for transform in transforms)
 
 
 def _flat(args: Sequence[Any], lengths: Sequence[int | None]) -> list[Any]:
