@@ -65,6 +65,8 @@ class CpuOp:
         args = list(given)
         for i in self._floats:  # a kernel takes 5 for another number than 5.0
             args[i] = float(args[i])
+        if torch.compiler.is_compiling():  # Dynamo, which must not trace the questions below
+            return self.registered(*args)
         lengths = [len(x) if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor) else None for x in args]
         flat = _flat(args, lengths)
         tensors = [x for x in flat if isinstance(x, Tensor)]
@@ -86,8 +88,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _is_watched() -> bool:
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()
         or torch.autograd._profiler_enabled()  # which names what goes through torch
