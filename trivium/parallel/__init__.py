@@ -1,0 +1,1 @@
+"""A single-device model, spread over processes."""
