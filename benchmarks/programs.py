@@ -163,7 +163,7 @@ def nano(backend: str, repeats: int) -> dict[str, Any]:
     network = KimiK3(config.model)
     initialise_(network, seed=0)
     rates = {"muon_lr": config.muon_lr, "adamw_lr": config.adamw_lr}
-    optimisers = build_optimisers(parameter_groups(network.named_parameters(), **rates))
+    optimisers = build_optimisers(parameter_groups(network, **rates))
     T, rows = config.batch_tokens, Rows.of([config.max_len] * (config.batch_tokens // config.max_len))
     ids_T = torch.randint(0, config.model.vocab_size, (T,))
     batch = Batch(

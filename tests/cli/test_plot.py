@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.evals.looks import look_of
 from trivium import cli
 
 PNG = b"\x89PNG\r\n"
@@ -59,6 +60,21 @@ def test_one_run_has_its_picture_beside_it_and_several_where_one_stands(place, c
     assert main(capsys, "plot", *arguments) == (0, f"written to {wanted}\n", "")
     assert pictures(place) == {wanted}
     assert (place / wanted).read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("runs/a",), ["runs/a/plot.png", "runs/a/layers.png"]),
+        (("runs/b", "runs/a"), ["plot.png", "layers.png"]),
+        (("runs/a", "--out", "mine.png"), ["mine.png", "mine.layers.png"]),
+    ],
+)
+def test_the_layers_are_a_picture_of_their_own(place, capsys, arguments, wanted):
+    (place / "runs/a/layers.jsonl").write_text(json.dumps(look_of(1).to_json()) + "\n")
+    assert main(capsys, "plot", *arguments) == (0, "".join(f"written to {path}\n" for path in wanted), "")
+    assert pictures(place) == set(wanted)
+    assert all((place / path).read_bytes().startswith(PNG) for path in wanted)
 
 
 def test_several_runs_are_another_picture_than_one(place, capsys):

@@ -12,7 +12,7 @@ from trivium import cli
 from trivium.cli import pretraining as show_file
 from trivium.data.corpus import read_heldout
 from trivium.recipes import quickstart as recipe_file
-from trivium.train import loop as loop_file
+from trivium.train import pretrain as pretrain_file
 from trivium.train.step import train_step
 
 NUM_RANKS = 300
@@ -42,13 +42,13 @@ def stop_in_step(monkeypatch, number, signal_number=signal.SIGINT):
     """Someone presses Ctrl-C in the step of that number, counted in this process."""
     made = []
 
-    def step(*arguments):
+    def step(*arguments, **options):
         made.append(1)
         if len(made) == number:
             os.kill(os.getpid(), signal_number)
-        return train_step(*arguments)
+        return train_step(*arguments, **options)
 
-    monkeypatch.setattr(loop_file, "train_step", step)
+    monkeypatch.setattr(pretrain_file, "train_step", step)
 
 
 def about(folder):

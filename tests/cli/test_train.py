@@ -32,7 +32,7 @@ from trivium.recipes import pretraining as recipe_file
 torch.optim.SGD([torch.zeros(1)])  # what the first optimiser and the first search for duplicates load
 recipe_file.gather_text(Path("text"))
 recipe = recipe_file.pretraining
-recipe_file.preset = lambda name: tiny_config(300)
+recipe_file.model_preset = lambda name: tiny_config(300)
 recipe_file.pretraining = lambda *a, **k: replace(recipe(*a, **k), save_every_s=1e-9)
 recipe_file.plot_runs = lambda folders, out: None
 recipe_file.report = partial(recipe_file.report, num_samples=2, sample_tokens=4)
@@ -44,7 +44,9 @@ def run(name, seconds=None):
     child = os.fork()
     if not child:
         try:
-            cli.main(["train", "nano", "--data", "text", "--steps", "32", "--name", name, "--batch-tokens", "64"])
+            cli.main(
+                ["train", "nano", "batch_tokens=64", "stages=32:1", *sys.argv[2:], "--data", "text", "--steps", "32", "--name", name]
+            )
         except SystemExit as end:
             sys.stdout.flush()
             os._exit(end.code)
@@ -74,7 +76,7 @@ def place(tmp_path, monkeypatch):
     """A folder with text of 40 names to stand in, and every preset drawn small."""
     write_tiny_text(tmp_path / "text")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipe_file, "preset", lambda name: tiny_config(NUM_RANKS))
+    monkeypatch.setattr(recipe_file, "model_preset", lambda name: tiny_config(NUM_RANKS))
     monkeypatch.setattr(show_file, "SAMPLE_TOKENS", 6)
     return tmp_path
 
@@ -110,15 +112,17 @@ def test_killed_at_ten_random_moments_it_ends_as_if_it_had_not_been(tmp_path):
 
 def test_every_option_reaches_the_run(place, capsys):
     arguments = ("train", "micro", "--data", "text/", "--steps", "1", "--minutes", "7", "--seed", "5", "--out", "here")
-    arguments += ("--batch-tokens", "48", "--max-len", "24", "--muon-lr", "0.01", "--adamw-lr", "0.002")
+    arguments += ("batch_tokens=48", "stages=24:1", "muon_lr=.01", "adamw_lr=2e-3", "schedule.final=.5")
     code, out, err = main(capsys, *arguments, "--save-every", "9")
     assert (code, err) == (0, "") and "trivium generate here/train-micro --prompt 'def w" in out
     run = place / "here" / "train-micro"
     there = json.loads((run / "run.json").read_text())
     assert (there["recipe"], there["seed"], there["finished"]) == ("train-micro", 5, True)
     assert there["command"] == [*arguments, "--save-every", "9"]
-    given = {"batch_tokens": 48, "max_len": 24, "muon_lr": 0.01, "adamw_lr": 0.002, "save_every_s": 9, "device": "cpu"}
+    given = {"batch_tokens": 48, "stages": [{"max_len": 24, "share": 1.0}], "muon_lr": 0.01, "adamw_lr": 0.002}
     assert there["arguments"] | given == there["arguments"]
+    assert there["arguments"]["schedule"]["final"] == 0.5
+    assert there["layout"] | {"save_every_s": 9, "device": "cpu", "processes": 1} == there["layout"]
     assert there["arguments"]["length"] == {"seconds": 420, "num_steps": 1}
     assert there["tokens"] == 48 and len(metrics_of(run)) == 1
     assert main(capsys, *arguments)[0] == 0 and (place / "here" / "train-micro-2").exists()
@@ -128,7 +132,7 @@ def test_text_that_ends_in_nothing_but_lines_still_has_a_sample(place, capsys):
     """One file, whose last tenth is held out: there is no beginning of it to go on with."""
     text = "".join(path.read_text() for path in sorted((place / "text").iterdir()))
     (place / "one.txt").write_text(text + "\n" * (len(text) // 8))
-    code, _, err = main(capsys, "train", "nano", "--data", "one.txt", "--steps", "1", "--batch-tokens", "48")
+    code, _, err = main(capsys, "train", "nano", "--data", "one.txt", "--steps", "1", "batch_tokens=48", "stages=24:1")
     assert (code, err) == (0, "")
     assert "````\ndef w" in (place / "runs" / "train-nano" / "samples.md").read_text()  # of what it was trained on
 
@@ -137,7 +141,10 @@ def test_text_that_ends_in_nothing_but_lines_still_has_a_sample(place, capsys):
     ("arguments", "message"),
     [
         (("nano", "--data", "nowhere"), "data: nowhere is neither a folder nor a file, wanted "),
-        (("nano", "--data", "text", "--max-len", "0"), "max_len: wanted at least 1, got 0"),
+        (("nano", "--data", "text", "stages=0:1"), "stages.0: max_len: wanted at least 1, got 0"),
+        (("nano", "--data", "text", "muon_rate=1"), "muon_rate: "),
+        (("giant", "--data", "text"), "recipe: wanted one of nano, nano-long, micro, mini, k3, got 'giant'"),
+        (("nano",), "data: wanted a folder of text, as in --data DIR"),
         (("nano", "--data", "text", "--device", "toaster"), "device: 'toaster' is not one that torch knows"),
         (("nano", "--data", "text", "--device", "cuda:99"), "device: cuda:99: torch sees "),
         (("nano", "--data", "text", "--name", "../x"), "name: wanted the name of one folder, got '../x'"),
@@ -149,6 +156,8 @@ def test_what_cannot_be_trained_is_one_line_and_no_folder(place, capsys, argumen
     assert not list((place / "runs").glob("*"))
 
 
-def test_a_folder_of_text_has_to_be_named(place, capsys):
-    code, _, err = main(capsys, "train", "nano")
-    assert code == 2 and "--data" in err
+def test_a_recipe_is_shown_field_by_field_and_nothing_is_trained(place, capsys):
+    code, out, err = main(capsys, "train", "k3", "muon_lr=.125", "--show")
+    assert (code, err) == (0, "") and not (place / "runs").exists()
+    lines = out.splitlines()
+    assert "muon_lr=0.125" in lines and "recipe=train-k3" in lines and "balancing=histogram" in lines

@@ -1,16 +1,19 @@
 import json
 import random
+import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import trivium
 from trivium.chat import tokenizer as chat_tokenizer
 from trivium.data import corpus
-from trivium.data.corpus import HELDOUT_FILE, build_corpus, gather_text, read_heldout, stream_of, write_heldout
+from trivium.data.corpus import HELDOUT_FILE, TOKENS, build_corpus, gather_text, read_heldout, stream_of, write_heldout
+from trivium.data.shards import open_shards
 from trivium.data.source import Document
 
 NUM_RANKS = 300
@@ -135,7 +138,52 @@ def test_a_sample_is_spread_evenly_and_never_more_than_asked_for(monkeypatch, sh
 
 def test_a_stream_of_nothing_is_empty(folder):
     tokenizer = build_corpus(gather_text(folder), num_ranks=NUM_RANKS).tokenizer
-    assert stream_of([], tokenizer).starts == (0,)
+    assert stream_of([], tokenizer).starts.tolist() == [0]
+
+
+def test_with_a_folder_the_training_tokens_are_shards_that_are_used_again(folder, tmp_path_factory, monkeypatch):
+    runs = tmp_path_factory.mktemp("run")
+    text = gather_text(folder)
+    memory = build_corpus(text, num_ranks=NUM_RANKS)
+    tokenizer = memory.tokenizer
+
+    def build(text, tokenizer=tokenizer):
+        said, encoded = [], []
+
+        def encode(self, part):
+            encoded.append(part)
+            return real_encode(self, part)
+
+        monkeypatch.setattr(chat_tokenizer.Tokenizer, "encode", encode)
+        built = build_corpus(text, num_ranks=NUM_RANKS, tokenizer=tokenizer, folder=runs, say=said.append)
+        monkeypatch.setattr(chat_tokenizer.Tokenizer, "encode", real_encode)
+        return built.train, said, set(encoded) & {document.text for document in text.train} != set()
+
+    real_encode = chat_tokenizer.Tokenizer.encode
+    for made_now in (True, False):
+        train, said, was_encoded = build(text)
+        assert was_encoded == made_now
+        assert torch.equal(train.ids_T, memory.train.ids_T) and (train.starts == memory.train.starts).all()
+        assert torch.equal(train.num_bytes_W, memory.train.num_bytes_W) and train.num_bytes == memory.train.num_bytes
+        assert train.num_targets == memory.train.num_targets
+    assert said == [f"{runs / TOKENS}: {len(memory.train.ids_T):,} tokens are there already"]
+    assert torch.equal(open_shards(runs / TOKENS).ids_T, memory.train.ids_T)  # as another process does
+
+    # Of another tokenizer, of another text, cut short: written anew, and it is said why.
+    other = chat_tokenizer.train_tokenizer([random_text(99, 400)], NUM_RANKS)
+    train, said, was_encoded = build(text, other)
+    assert was_encoded and said[0] == f"{runs / TOKENS}: of another tokenizer, written anew"
+    assert torch.equal(train.ids_T, stream_of(text.train, other).ids_T)
+    (folder / "a.txt").write_text(random_text("another"))
+    text = gather_text(folder)
+    _, said, was_encoded = build(text)
+    assert was_encoded and said[0] == f"{runs / TOKENS}: of another text and tokenizer, written anew"
+    content = (runs / TOKENS / "tokens-00000.bin").read_bytes()
+    for damaged, message in ((content[:-1], "wanted .* bytes, got "), (content[:-1] + b"~", "wanted the SHA-256 ")):
+        (runs / TOKENS / "tokens-00000.bin").write_bytes(damaged)
+        _, said, was_encoded = build(text)
+        assert was_encoded and re.match(f"{runs / TOKENS}/tokens-00000.bin: {message}.*; written anew$", said[0])
+        assert (runs / TOKENS / "tokens-00000.bin").read_bytes() == content
 
 
 def test_gathering_text_and_reading_held_out_text_need_no_torch_and_no_tokenizer():

@@ -1,5 +1,6 @@
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from trivium.chat.pieces import MAX_CHARS
 from trivium.data.batch import Batch
-from trivium.data.pack import make_batch, pieces, tokenize
+from trivium.data.pack import TokenStream, make_batch, pieces, tokenize
 from trivium.data.source import Document
 from trivium.ops.rows import Rows
 
@@ -23,8 +24,9 @@ def stream_of(*texts):
 def test_two_documents_by_hand():
     stream = stream_of("abcd", "x")
     assert stream.ids_T.tolist() == [BOS, 97, 98, 99, 100, BOS, 120] and stream.ids_T.dtype == torch.int32
-    assert stream.starts == (0, 5, 7) and stream.num_targets == stream.num_bytes == 5
-    assert pieces(stream, 3) == [(0, 3), (3, 4), (5, 6)]
+    assert stream.starts.tolist() == [0, 5, 7] and stream.num_targets == stream.num_bytes == 5
+    assert pieces(stream, 3).tolist() == [[0, 3], [3, 4], [5, 6]]
+    assert stream.read(3, 6).tolist() == [99, 100, BOS] and stream.read(7, 7).dtype == torch.int64
     batch = make_batch(stream, pieces(stream, 3), "test")
     assert batch.ids_T.tolist() == [BOS, 97, 98, 99, BOS]
     assert batch.targets_T.tolist() == [97, 98, 99, 100, 120]
@@ -35,9 +37,35 @@ def test_two_documents_by_hand():
 def test_every_byte_is_a_target_once_and_none_across_documents(texts, max_len):
     stream = stream_of(*texts)
     assert stream.num_bytes == stream.num_targets == sum(len(text.encode()) for text in texts)
-    targets = [idx + 1 for first, end in pieces(stream, max_len) for idx in range(first, end)]
-    assert targets == [idx for start, end in pairwise(stream.starts) for idx in range(start + 1, end)]
+    targets = [idx + 1 for first, end in pieces(stream, max_len).tolist() for idx in range(first, end)]
+    assert targets == [idx for start, end in pairwise(stream.starts.tolist()) for idx in range(start + 1, end)]
     assert all(0 < end - first <= max_len for first, end in pieces(stream, max_len))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [1], [1, 0, 0, 1], [2], [0, 7, 1, 6, 0], [5, 5, 5], [13]])
+@pytest.mark.parametrize("max_len", [1, 2, 3, 4, 6, 100])
+def test_pieces_are_those_of_a_walk_document_by_document(lengths, max_len):
+    starts = np.cumsum([0, *lengths])
+    stream = TokenStream(ids_T=torch.zeros(sum(lengths)), starts=starts, num_bytes_W=NUM_BYTES_W)
+    want = [
+        [first, min(first + max_len, end - 1)]
+        for start, end in pairwise(starts.tolist())
+        for first in range(start, end - 1, max_len)
+    ]
+    assert pieces(stream, max_len).tolist() == want and pieces(stream, max_len).shape == (len(want), 2)
+    assert stream.num_targets == sum(end - first for first, end in want)
+
+
+@pytest.mark.parametrize("starts", [(), (0,), (0, 2), (1, 3), (0, 2, 1, 3), (0, 4)])
+def test_bounds_that_are_none_of_these_tokens_are_refused(starts):
+    with pytest.raises(ValueError, match="^stream: wanted bounds that rise from 0 to 3, got "):
+        TokenStream(ids_T=torch.zeros(3), starts=starts, num_bytes_W=NUM_BYTES_W)
+
+
+@pytest.mark.parametrize(("first", "end"), [(-1, 2), (3, 2), (0, 8), (8, 8)])
+def test_tokens_that_are_not_there_cannot_be_read(first, end):
+    with pytest.raises(ValueError, match=f"^stream: tokens {first} to {end} of 7 are not there$"):
+        stream_of("abcd", "x").read(first, end)
 
 
 def test_a_long_text_is_encoded_in_the_parts_in_which_the_tokenizer_cuts_it():

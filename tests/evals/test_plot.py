@@ -9,11 +9,14 @@ import sys
 import numpy as np
 import pytest
 
+from tests.evals.looks import look_of
 from trivium.evals import plot
+from trivium.evals.figure import line_style
 from trivium.evals.plot import Curves, draw, plot_runs, smooth
 
 
 def line(step, **fields):
+    """One of a run from before the steps skipped and the length of the pieces were kept."""
     return {
         "step": step,
         "tokens": 100 * step,
@@ -28,6 +31,24 @@ def line(step, **fields):
         "idle_experts": 0,
         **fields,
     }
+
+
+def new_line(step, **fields):
+    about = {"out_of_range": 0, "clipped_heads": 0, "skipped": 0, "reason": None, "max_len": 64}
+    return {**line(step), **about, **fields}
+
+
+def skipped_line(step, **fields):
+    unknown = dict.fromkeys(("loss", "grad_norm", "max_vio", "idle_experts", "out_of_range"))
+    return new_line(step, **{**unknown, "skipped": 1, "reason": "the loss is nan", **fields})
+
+
+def folder_of(path, lines, looks=()):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if looks:
+        (path / "layers.jsonl").write_text("".join(json.dumps(look.to_json()) + "\n" for look in looks))
+    return path
 
 
 def run_folder(path, num_steps=6, tail="", report=None):
@@ -49,7 +70,7 @@ def curves_of(folder):
 
 def test_a_png_is_1600_pixels_wide_and_nothing_else_is_left(tmp_path):
     folder = run_folder(tmp_path / "a")
-    out = plot_runs([folder], folder / "plot.png")
+    (out,) = plot_runs([folder], folder / "plot.png")
     content = out.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", content[16:24]) == (1600, 1400)
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "plot.png"]
@@ -59,7 +80,33 @@ def test_a_png_is_1600_pixels_wide_and_nothing_else_is_left(tmp_path):
     ("name", "head"), [("plot", b"\x89PNG"), ("p.SVG", b"<?xml"), ("p.pdf", b"%PDF"), ("a.b.svg", b"<?xml")]
 )
 def test_the_suffix_decides_what_is_written(tmp_path, name, head):
-    assert plot_runs([run_folder(tmp_path / "a")], tmp_path / name).read_bytes().startswith(head)
+    (out,) = plot_runs([run_folder(tmp_path / "a")], tmp_path / name)
+    assert out == tmp_path / name and out.read_bytes().startswith(head)
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"), [("plot.png", "layers.png"), ("mine.png", "mine.layers.png"), ("a.b.svg", "a.b.layers.svg")]
+)
+def test_runs_that_were_looked_into_have_a_second_picture(tmp_path, name, beside):
+    with_looks = folder_of(tmp_path / "a", [line(1)], [look_of(1), look_of(5)])
+    assert plot_runs([run_folder(tmp_path / "b"), with_looks], tmp_path / name) == [tmp_path / name, tmp_path / beside]
+    assert all((tmp_path / path).stat().st_size > 10_000 for path in (name, beside))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_looks_of_a_run_under_way(tmp_path):
+    folder = folder_of(tmp_path / "a", [line(1)], [look_of(1)])
+    path = folder / "layers.jsonl"
+    text = path.read_text()
+    path.write_text(text[:30])  # the first line is being written
+    assert plot_runs([folder], tmp_path / "p.svg") == [tmp_path / "p.svg"]
+    path.write_text(text + text[:30])
+    assert len(plot_runs([folder], tmp_path / "p.svg")) == 2
+    path.write_text(text + "{}\n")
+    (tmp_path / "p.svg").unlink()
+    with pytest.raises(ValueError, match="a/layers.jsonl: line 2: step is missing$"):
+        plot_runs([folder], tmp_path / "p.svg")
+    assert not (tmp_path / "p.svg").exists()
 
 
 def test_the_points_drawn_are_the_metrics(tmp_path):
@@ -81,7 +128,9 @@ def test_a_single_run_has_the_compressors_beside_it_and_several_have_names(tmp_p
     assert len(both.axes[1].lines) == 2 and both.axes[1].get_legend() is None
     assert [text.get_text() for text in both.legends[0].get_texts()] == ["one", r"_$\bad$"]
     both.savefig(io.BytesIO(), format="svg")  # a name is not read as a formula
-    assert [line.get_color() for line in both.legends[0].get_lines()] == list(plot._COLOURS[:2])
+    assert [line.get_color() for line in both.legends[0].get_lines()] == [
+        line_style(number)["color"] for number in (0, 1)
+    ]
 
 
 def test_runs_of_one_name_are_told_apart_and_a_run_is_drawn_once(tmp_path, monkeypatch):
@@ -90,6 +139,50 @@ def test_runs_of_one_name_are_told_apart_and_a_run_is_drawn_once(tmp_path, monke
     one, two, three = (run_folder(tmp_path / path) for path in ("a/run", "b/run", "b/other"))
     plot_runs([one, two, three, tmp_path / "b" / ".." / "a" / "run"], tmp_path / "p.svg")
     assert drawn == [["a/run", "b/run", "b/other"]]
+
+
+def test_a_skipped_step_is_a_cross_and_in_no_curve(tmp_path):
+    lines = [new_line(1), skipped_line(2), new_line(3), skipped_line(4, loss=900.0, grad_norm=1e9), new_line(5)]
+    loss, _, _, grad_norm, max_vio, _ = draw([curves_of(folder_of(tmp_path / "a", lines))]).axes
+    raw, _, crosses = loss.lines
+    assert np.isnan(raw.get_ydata()).tolist() == [False, True, False, True, False]
+    assert np.isnan(grad_norm.lines[0].get_ydata()).tolist() == [False, True, False, True, False]
+    assert np.isnan(max_vio.lines[0].get_ydata()).tolist() == [False, True, False, True, False]
+    assert crosses.get_marker() == "x" and crosses.get_xdata().tolist() == [200, 400]
+    assert loss.get_ylim()[1] < 10  # of 8 and less: the loss of 900 was not learnt from
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["skipped step"]
+    assert draw([curves_of(run_folder(tmp_path / "b"))]).axes[0].get_legend() is None
+
+
+def test_a_run_of_skipped_steps_alone_can_be_drawn(tmp_path):
+    folder = folder_of(tmp_path / "a", [skipped_line(1), skipped_line(2)])
+    assert plot_runs([folder], tmp_path / "p.png")[0].stat().st_size > 10_000
+
+
+def borders(axes):
+    return [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
+
+
+def test_a_line_stands_where_the_length_of_the_pieces_changed(tmp_path):
+    lengths = (64, 64, 256, 256, 256, 1024)
+    lines = [new_line(step, max_len=max_len) for step, max_len in enumerate(lengths, start=1)]
+    run = curves_of(folder_of(tmp_path / "a", lines))
+    assert run.stages == [(200, 256), (500, 1024)]  # behind the last step of the stage before
+    panels = draw([run]).axes
+    assert [borders(axes) for axes in panels] == 6 * [[200, 500]]
+    assert [text.get_text() for text in panels[0].texts] == ["256", "1,024"]
+    same, other = draw([run, run]).axes, curves_of(run_folder(tmp_path / "b"))
+    assert borders(same[0]) == [200, 500] and len(same[0].texts) == 2  # shared by the runs: once
+    assert other.stages == [] and borders(draw([run, other]).axes[0]) == [200, 500]
+    assert not draw([run, other]).axes[0].texts
+
+
+def test_names_of_stages_do_not_lie_on_one_another(tmp_path):
+    lines = [new_line(step, max_len=step) for step in range(1, 101)]
+    panels = draw([curves_of(folder_of(tmp_path / "a", lines))]).axes
+    assert len(borders(panels[0])) == 99
+    at = [text.xy[0] for text in panels[0].texts]
+    assert len(at) > 10 and min(np.diff(at)) > 0.05 * 10_000
 
 
 def test_more_runs_than_colours_differ_in_their_dashes(tmp_path):
@@ -103,7 +196,7 @@ def test_one_step_is_enough(tmp_path, fields):
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(json.dumps(line(1, **fields)) + "\n")
-    assert plot_runs([folder], tmp_path / "p.png").stat().st_size > 10_000
+    assert plot_runs([folder], tmp_path / "p.png")[0].stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 7, "tok', json.dumps(line(7))[:-1], "{"])
@@ -128,6 +221,7 @@ def without(name):
         (json.dumps(without("max_vio")) + "\n", "metrics.jsonl: line 7: max_vio is missing$"),
         (json.dumps(line(7, loss="low")) + "\n", 'metrics.jsonl: line 7: loss: wanted a number, got "low"$'),
         (json.dumps(line(7, lr=None)), "metrics.jsonl: line 7: lr: wanted a number, got null$"),
+        (json.dumps(new_line(7, max_len="64")), 'metrics.jsonl: line 7: max_len: wanted a number, got "64"$'),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, tail, message):

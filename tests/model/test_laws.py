@@ -15,6 +15,7 @@ import trivium
 from trivium.config import K3Config, KdaConfig, MlaConfig, model_preset
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
+from trivium.model.recompute import recomputing
 from trivium.ops.backend import use_backend
 from trivium.ops.rows import Rows
 
@@ -271,6 +272,9 @@ def test_router_scores_are_handed_over_in_training_only():
     try:
         logits(model, tokens(5))
         assert layer.take_scores() == []  # no gradients
+        with recomputing():
+            model(tokens(5), Rows.one(5))
+        assert layer.take_scores() == []  # run again, for the gradients of a forward that was looked at
         model(tokens(5), Rows.one(5)), model(tokens(7), Rows.one(7))
         assert [tuple(scores.shape) for scores in layer.take_scores()] == [(5, 12), (7, 12)]
         assert layer.take_scores() == []

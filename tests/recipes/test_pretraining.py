@@ -15,17 +15,23 @@ from trivium.api import load
 from trivium.config import preset
 from trivium.cost.params import count_params
 from trivium.data import corpus as corpus_file
+from trivium.parallel.world import ALONE
 from trivium.recipes import pretraining as recipe_file
-from trivium.recipes.pretraining import pretrain_on_text, pretraining
+from trivium.recipes.pretraining import RECIPES, pretrain_on_text, pretraining
 from trivium.recipes.quickstart import quickstart
-from trivium.train import loop as loop_file
+from trivium.train import pretrain as pretrain_file
 from trivium.train.heldout import score
 from trivium.train.run_folder import read_run
 from trivium.train.schedule import Length
+from trivium.train.stages import Stage
 from trivium.train.step import train_step
 
 CONFIG = replace(
-    pretraining("nano", minutes=1), model=tiny_config(300), length=Length(seconds=60, num_steps=4), batch_tokens=64
+    pretraining("nano", minutes=1),
+    model=tiny_config(300),
+    length=Length(seconds=60, num_steps=4),
+    batch_tokens=64,
+    stages=(Stage(max_len=64, share=1.0),),
 )
 
 
@@ -49,13 +55,13 @@ def trained(place, config=CONFIG, *, data="text", name=None):
 def stop_in_step(patch, number):
     made = []
 
-    def step(*arguments):
+    def step(*arguments, **options):
         made.append(1)
         if len(made) == number:
             os.kill(os.getpid(), signal.SIGINT)
-        return train_step(*arguments)
+        return train_step(*arguments, **options)
 
-    patch.setattr(loop_file, "train_step", step)
+    patch.setattr(pretrain_file, "train_step", step)
 
 
 def test_the_figures_are_those_of_the_checkpoint_that_was_written(place, monkeypatch):
@@ -146,13 +152,23 @@ def test_what_was_left_out_is_said_with_an_example(place):
     assert read_run(outcome.folder)["data"]["left_out"] == {"binary": 1, "not UTF-8": 1}
 
 
-def test_a_presets_own_choices_hold_where_nothing_is_given():
-    nano, micro = pretraining("nano", minutes=10), pretraining("micro", minutes=10)
-    assert (nano.batch_tokens, nano.max_len, nano.muon_lr, nano.adamw_lr) == (2048, 256, 0.02, 6e-3)
-    assert (micro.batch_tokens, micro.max_len, micro.muon_lr, micro.adamw_lr) == (8192, 1024, 0.02, 3e-3)
+def test_a_recipes_own_choices_hold():
+    nano, micro = pretraining("nano", minutes=10), pretraining("micro", minutes=10, seed=7)
     assert (nano.recipe, nano.model, nano.length) == ("train-nano", preset("nano"), Length(seconds=600))
-    mixed = pretraining("micro", minutes=10, max_len=99, adamw_lr=0.1, seed=7)
-    assert mixed == replace(micro, max_len=99, adamw_lr=0.1, seed=7)
+    assert (nano.batch_tokens, nano.stages[0].max_len, nano.muon_lr, nano.adamw_lr) == (2048, 256, 0.02, 6e-3)
+    assert (micro.batch_tokens, micro.stages[0].max_len, micro.adamw_lr, micro.seed) == (8192, 1024, 3e-3, 7)
+    assert (micro.weight_decay, micro.clip_norm, micro.logit_limit, micro.per_head) == (0.1, 1.0, 100.0, True)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_every_recipe_can_be_built_for_a_number_of_steps(name):
+    config = pretraining(name, minutes=1, num_steps=1000)
+    assert config.model == preset(name.removesuffix("-long")) and config.num_micro(ALONE) >= 1
+
+
+def test_the_paper_recipe_goes_from_8k_to_1m_and_the_long_one_from_256_to_4096():
+    lengths = {name: [stage.max_len for stage in RECIPES[name]().stages] for name in ("nano-long", "k3")}
+    assert lengths == {"nano-long": [256, 512, 1024, 4096], "k3": [2**13, 2**16, 2**18, 2**20]}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +176,7 @@ def test_a_presets_own_choices_hold_where_nothing_is_given():
     [(10, None, 20), (0.1, None, 2), (1e9, None, 50), (10, 500, 10), (10, 3, 2), (10, 10**6, 50)],
 )
 def test_the_held_out_text_is_scored_twice_a_minute_or_every_50_steps(minutes, num_steps, want):
-    assert pretraining("nano", minutes=minutes, num_steps=num_steps).num_evals == want
+    assert pretraining("nano", minutes=minutes, num_steps=num_steps).evals == want
 
 
 @pytest.mark.parametrize(("minutes", "want"), [(4, 8), (0.2, 2), (1e300, 2_000_000)])
@@ -170,24 +186,23 @@ def test_the_quickstart_is_scored_twice_a_minute(minutes, want):
     assert (config.recipe, config.model) == ("quickstart", preset("nano"))
 
 
-def test_what_is_no_preset_of_a_k3_is_refused_with_those_that_are():
+def test_what_is_no_recipe_is_refused_with_those_that_are():
     for name in ("giant", "k2"):
-        with pytest.raises(ValueError, match=f"^preset: wanted one of .*nano.*, got '{name}'$") as raised:
+        with pytest.raises(ValueError, match=f"^recipe: wanted one of nano, nano-long, micro, mini, k3, got '{name}'$"):
             pretraining(name, minutes=1)
-        assert "k2" not in str(raised.value).split(", got")[0]
 
 
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(monkeypatch):
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(place, monkeypatch):
     # 2.8 trillion parameters of 16 bytes.
     with pytest.raises(
-        ValueError, match=r"^preset: k3 wants 4\d,\d{3}\.\d GiB to be trained, cpu has .*; choose a smaller"
+        ValueError, match=r"^recipe: train-k3 wants 4\d,\d{3}\.\d GiB to be trained, cpu has .*; choose"
     ):
-        pretraining("k3", minutes=1)
-    wanted = 16 * count_params(preset("nano")).total
-    monkeypatch.setattr(recipe_file, "_memory_bytes", lambda device: wanted)
-    assert pretraining("nano", minutes=1).recipe == "train-nano"
+        trained(place, pretraining("k3", minutes=1, num_steps=1000))
+    wanted = 16 * count_params(CONFIG.model).total
     monkeypatch.setattr(recipe_file, "_memory_bytes", lambda device: wanted - 1)
     with pytest.raises(
-        ValueError, match="^preset: nano wants 0.1 GiB to be trained, cpu has 0.1; choose a smaller one$"
+        ValueError, match="^recipe: train-nano wants 0.0 GiB to be trained, cpu has 0.0; choose a smaller"
     ):
-        pretraining("nano", minutes=1)
+        trained(place)
+    monkeypatch.setattr(recipe_file, "_memory_bytes", lambda device: wanted)
+    assert trained(place)[0].report is not None

@@ -5,52 +5,61 @@ import os
 import signal
 import threading
 from dataclasses import replace
-from itertools import repeat
 
 import pytest
 import torch
 from rich.console import Console
 
-from trivium.train import loop as loop_file
+from trivium.train.balance import Balance
 from trivium.train.heldout import Heldout
 from trivium.train.log import RunLog
 from trivium.train.loop import Progress, stop_asked, train_loop
 from trivium.train.schedule import Length, Schedule
-from trivium.train.step import Balance, StepResult
+from trivium.train.stages import Stage
+from trivium.train.step import StepResult
 
-RESULT = StepResult(loss=2.0, grad_norm=1.0, num_tokens=10, num_bytes=30, balance=Balance(max_vio=0.5, idle_experts=3))
+BALANCE = Balance(max_vio=0.5, idle_experts=3, out_of_range=0)
+RESULT = StepResult(loss=2.0, grad_norm=1.0, num_tokens=10, num_bytes=30, balance=BALANCE)
 HELDOUT = Heldout(loss=3.0, bpb=1.25, num_tokens=100, num_bytes=300)
 STEPS_8 = Length(seconds=1.0, num_steps=8)
+ONE_STAGE = (Stage(max_len=5, share=1.0),)
 
 
 class Run:
-    """The run the loop is part of: its model, its data, its clock and its keeper, all of them empty."""
+    """The run the loop is part of: its step, its data, its clock and its keeper, all of them empty."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, *, step_s=1.0, eval_s=0.0, save_s=0.0, on_step=None):
+    def __init__(self, *, step_s=1.0, eval_s=0.0, save_s=0.0, on_step=None, skips=()):
         self.now_s = 100.0
         self.step_s, self.eval_s, self.save_s, self.on_step = step_s, eval_s, save_s, on_step
         self.step = 0
-        self.evals, self.saves, self.plans = [], [], []
+        self.evals, self.saves, self.plans, self.looks, self.stages = [], [], [], [], []
+        self.skips = skips
 
-    def train(self):
-        pass
+    def __next__(self):
+        return [self]
 
-    def to(self, device):
-        return self
+    def enter_stage(self, index, max_len):
+        self.stages.append((index, max_len))
 
     def clock(self):
         return self.now_s
 
-    def make_step(self, model, batches, optimisers):
+    def make_step(self, batches, *, look):
         self.step += 1
+        if look:
+            look(None)
         self.now_s += self.step_s
         if self.on_step:
             self.on_step(self.step)
+        if self.step in self.skips:
+            return replace(RESULT, loss=float("nan"), balance=None, skipped="the loss is nan")
         return replace(RESULT, loss=float(self.step))
 
-    def evaluate(self):
+    def look(self, model):
+        self.looks.append(self.step)
+
+    def evaluate(self, step, tokens):
+        assert (step, tokens) == (self.step, 10 * self.step)
         self.now_s += self.eval_s
         self.evals.append(self.step)
         return HELDOUT
@@ -65,22 +74,22 @@ class Run:
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """(lines of metrics.jsonl, progress, interrupted) of a run."""
 
-    def trained(run, length, *, start=None, num_evals=4, save_every_s=1e9):
+    def trained(run, length, *, start=None, num_evals=4, save_every_s=1e9, stages=ONE_STAGE):
         start = Progress() if start is None else start
         run.step = start.step
-        monkeypatch.setattr(loop_file, "train_step", run.make_step)
         optimiser = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         optimiser.param_groups[0]["full_lr"] = 0.1
         path = tmp_path / "metrics.jsonl"
         with RunLog(path, Console(quiet=True), step=start.step, clock=run.clock) as log:
             result = train_loop(
+                run.make_step,
                 run,
-                repeat(run),
                 [optimiser],
                 Schedule(warmup_steps=2),
+                stages,
                 length,
                 log,
                 run,
@@ -190,6 +199,11 @@ def test_metrics_hold_every_field(train):
             "heldout_bpb": 1.25,
             "max_vio": 0.5,
             "idle_experts": 3,
+            "out_of_range": 0,
+            "clipped_heads": 0,
+            "skipped": 0,
+            "reason": None,
+            "max_len": 5,
         },
         {
             "step": 2,
@@ -203,8 +217,34 @@ def test_metrics_hold_every_field(train):
             "heldout_bpb": None,
             "max_vio": 0.5,
             "idle_experts": 3,
+            "out_of_range": 0,
+            "clipped_heads": 0,
+            "skipped": 0,
+            "reason": None,
+            "max_len": 5,
         },
     ]
+
+
+def test_a_skipped_step_is_counted_and_says_why(train):
+    run = Run(skips=(2, 5))
+    lines, progress, _ = train(run, STEPS_8)
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 1, 2, 2, 2, 2] and progress.skipped == 2
+    assert [line["step"] for line in lines if line["reason"] == "the loss is nan"] == [2, 5]
+    assert (lines[1]["loss"], lines[1]["max_vio"], lines[1]["idle_experts"]) == (None, None, None)
+    run = Run(on_step=press(signal.SIGINT, 3), skips=(2, 5))
+    _, progress, _ = train(run, STEPS_8)
+    again = Run(skips=(2, 5))
+    assert train(again, STEPS_8, start=progress)[0] == lines
+
+
+def test_the_stages_of_a_run_are_entered_at_their_steps_and_the_model_is_looked_at_where_it_is_scored(train):
+    run = Run()
+    stages = (Stage(max_len=2, share=0.5), Stage(max_len=4, share=0.25), Stage(max_len=9, share=0.25))
+    lines, _, _ = train(run, STEPS_8, stages=stages)
+    assert run.stages == 4 * [(0, 2)] + 2 * [(1, 4)] + 2 * [(2, 9)]
+    assert [line["max_len"] for line in lines] == [2, 2, 2, 2, 4, 4, 9, 9]
+    assert run.looks == run.evals == [2, 4, 6]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

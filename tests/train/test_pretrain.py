@@ -23,13 +23,15 @@ from trivium.data.source import Document
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.ops.balance import quantile_balance_
-from trivium.train import loop as loop_file
+from trivium.train import pretrain as pretrain_file
+from trivium.train.balance import QuantileBalancer
 from trivium.train.groups import build_optimisers, parameter_groups
 from trivium.train.heldout import excerpt, score
 from trivium.train.loss import token_nll
 from trivium.train.pretrain import PretrainConfig, identity, pretrain
 from trivium.train.run_folder import read_run, update_run
 from trivium.train.schedule import Length, Schedule
+from trivium.train.stages import Stage
 from trivium.train.step import train_step
 
 NUM_RANKS = 300
@@ -49,7 +51,8 @@ SHORT = PretrainConfig(
     model=CONFIG,
     length=Length(seconds=60, num_steps=9),
     batch_tokens=72,
-    max_len=40,
+    stages=(Stage(max_len=40, share=1.0),),
+    balancing="exact",
     eval_tokens=48,
     num_evals=3,
     schedule=Schedule(warmup_steps=2),
@@ -58,7 +61,7 @@ LONG = replace(
     SHORT,
     length=Length(seconds=60, num_steps=40),
     batch_tokens=256,
-    max_len=64,
+    stages=(Stage(max_len=64, share=1.0),),
     eval_tokens=128,
     num_evals=4,
     schedule=Schedule(),
@@ -72,7 +75,11 @@ def new_model(seed=0):
 
 
 def new_optimisers(model):
-    return build_optimisers(parameter_groups(model.named_parameters(), muon_lr=0.02, adamw_lr=0.003))
+    return build_optimisers(parameter_groups(model, muon_lr=0.02, adamw_lr=0.003))
+
+
+def step_of(model, batches, **options):
+    return train_step(model, batches, new_optimisers(model), balancer=QuantileBalancer(method="exact"), **options)
 
 
 def full_spans():
@@ -90,8 +97,8 @@ def trained(config, folder, *, at_step=None, train=TRAIN):
     """One process's share of a run: `at_step`, if given, is called with the number of each step made in it."""
     made = []
 
-    def step(*arguments):
-        result = train_step(*arguments)
+    def step(*arguments, **options):
+        result = train_step(*arguments, **options)
         made.append(result)
         if at_step:
             at_step(len(made))
@@ -101,7 +108,7 @@ def trained(config, folder, *, at_step=None, train=TRAIN):
     # A process that goes on has other random numbers than the one before had.
     torch.manual_seed(len(list(folder.glob("resume/step-*"))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_file, "train_step", step)
+        patch.setattr(pretrain_file, "train_step", step)
         result = pretrain(config, train, HELDOUT, TOKENIZER, folder, about={"command": ["x"]}, console=console)
     return SimpleNamespace(result=result, made=len(made), out=console.export_text())
 
@@ -134,14 +141,31 @@ def metrics_of(folder):
     return [{name: line[name] for name in line if name not in ("time_s", "tokens_per_s")} for line in lines]
 
 
+def layers_of(folder):
+    path = folder / "layers.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
+def tensors_of(point):
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in point.names.items()}
+    point.read_(tensors)
+    return tensors
+
+
+def without_time(about):
+    return {**about, "progress": {**about["progress"], "time_s": 0}}
+
+
 def assert_same_run(folder, want):
     """Losses, norms, rates and balance of every step bit for bit, and all there is in the end."""
     assert metrics_of(folder) == metrics_of(want)
     got, wanted = load_resume_point(folder), load_resume_point(want)
-    assert got.step == wanted.step and got.tensors.keys() == wanted.tensors.keys()
-    for name, tensor in wanted.tensors.items():  # model, balancers, moments, random numbers
-        assert torch.equal(got.tensors[name], tensor), name
-    assert {**got.about, "time_s": 0} == {**wanted.about, "time_s": 0}
+    assert got.step == wanted.step and got.names == wanted.names
+    tensors, wanted_tensors = tensors_of(got), tensors_of(wanted)
+    for name, tensor in wanted_tensors.items():  # model, balancers, moments, random numbers
+        assert torch.equal(tensors[name], tensor), name
+    assert without_time(got.about) == without_time(wanted.about)
+    assert layers_of(folder) == layers_of(want)
     assert (folder / "model.safetensors").read_bytes() == (want / "model.safetensors").read_bytes()
 
 
@@ -172,6 +196,7 @@ def test_the_run_folder_holds_what_it_should(run):
     assert {path.name for path in folder.iterdir()} == {
         "config.json",
         "generation_config.json",
+        "layers.jsonl",
         "metrics.jsonl",
         "model.safetensors",
         "resume",
@@ -212,7 +237,7 @@ def test_what_is_scored_on_the_way_is_an_excerpt(run):
 def test_the_table_of_who_got_what_is_printed_once(run):
     _, _, out = run
     assert out.count("parameters by optimiser") == 1
-    assert "0.02 × s " in out and "s = sqrt(max(1, out/in)) of each matrix" in out
+    assert "0.02 × s " in out and "sqrt(max(1, out/in))" in out
 
 
 @settings(max_examples=6)
@@ -269,6 +294,7 @@ def test_a_run_by_the_clock_is_the_run_of_as_many_steps(tmp_path):
         path = folder / "metrics.jsonl"
         lines = [{**json.loads(line), "heldout_loss": None, "heldout_bpb": None} for line in path.open()]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "layers.jsonl").unlink()
     assert_same_run(clock, steps)
 
 
@@ -293,7 +319,7 @@ def test_the_number_of_steps_outlives_a_death_before_the_first_save(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trivium.train.pretrain.save_resume_point", die)
+        patch.setattr("trivium.checkpoint.resume.ResumeWriter._write", die)
         with pytest.raises(OSError, match="No space left"):
             trained(config, tmp_path)
     num_steps = read_run(tmp_path)["planned_steps"]
@@ -364,19 +390,40 @@ def test_what_a_run_must_agree_with_is_all_that_changes_its_losses():
         {"seed": 1},
         {"recipe": "other"},
         {"muon_lr": 0.01},
-        {"max_len": 41},
+        {"stages": (Stage(max_len=41, share=1.0),)},
+        {"weight_decay": 0.0},
+        {"clip_norm": None},
+        {"logit_limit": None},
+        {"per_head": False},
+        {"balancing": "histogram"},
+        {"balance_ema": 0.5},
+        {"compute_dtype": "bfloat16"},
         {"schedule": Schedule(final=0.1)},
         {"length": Length(seconds=61, num_steps=9)},
         {"model": replace(CONFIG, hidden_size=64)},
     ):
         assert identity(replace(SHORT, **changes), "abc") != same
+    for layout in ({"micro_tokens": 72}, {"checkpoint_layers": True}, {"workers": 0}, {"save_every_s": 1.0}):
+        assert identity(replace(SHORT, **layout), "abc") == same
     assert json.loads(json.dumps(same))["arguments"]["length"] == {"seconds": 60, "num_steps": 9}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_len": 0}, "max_len: wanted at least 1, got 0"),
+        ({"stages": ()}, "stages: wanted at least one, got none"),
+        (
+            {"stages": (Stage(max_len=73, share=1.0),)},
+            "stages: pieces of 73 tokens do not fit into micro-batches of 72",
+        ),
+        ({"micro_tokens": 36}, "stages: pieces of 40 tokens do not fit into micro-batches of 36"),
+        ({"micro_tokens": 50}, "micro_tokens: wanted a part of 72 tokens, got 50"),
+        ({"clip_norm": 0.0}, "clip_norm: wanted a number above 0, got 0.0"),
+        ({"logit_limit": -1.0}, "logit_limit: wanted a number above 0, got -1.0"),
+        ({"weight_decay": -0.1}, "weight_decay: wanted a number of at least 0, got -0.1"),
+        ({"balancing": "sign"}, "balancing: wanted one of exact, histogram, got 'sign'"),
+        ({"compute_dtype": "float16"}, "compute_dtype: wanted one of float32, bfloat16, got 'float16'"),
+        ({"workers": -1}, "workers: wanted at least 0, got -1"),
         ({"batch_tokens": 0}, "batch_tokens: wanted at least 1, got 0"),
         ({"muon_lr": 0}, "muon_lr: wanted a number above 0, got 0"),
         ({"adamw_lr": float("nan")}, "adamw_lr: wanted a number above 0, got nan"),
@@ -408,10 +455,7 @@ def test_a_step_in_parts_is_the_step_as_a_whole():
         for span, weight_T in zip(spans, whole.weight_T.split(40), strict=True)
     ]
     models = [new_model(), new_model()]
-    want, got = (
-        train_step(model, batches, new_optimisers(model))
-        for model, batches in zip(models, ([whole], parts), strict=True)
-    )
+    want, got = (step_of(model, batches) for model, batches in zip(models, ([whole], parts), strict=True))
     assert got.loss == pytest.approx(want.loss, rel=1e-5)  # float32, sums in another order
     assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
     assert (got.num_tokens, got.num_bytes, got.balance) == (want.num_tokens, want.num_bytes, want.balance)
@@ -426,7 +470,7 @@ def test_the_loss_is_the_weighted_mean():
     hidden_TD, _ = model(batch.ids_T, batch.rows)
     nll_T = token_nll(hidden_TD.detach(), model.language_model.lm_head.weight, batch.targets_T)
     want = float((batch.weight_T * nll_T).sum() / batch.weight_T.sum())
-    assert train_step(model, [batch], new_optimisers(model)).loss == pytest.approx(want, rel=1e-5)
+    assert step_of(model, [batch]).loss == pytest.approx(want, rel=1e-5)
 
 
 def test_only_tokens_with_a_weight_balance_the_experts():
@@ -441,7 +485,7 @@ def test_only_tokens_with_a_weight_balance_the_experts():
         bias_E = torch.zeros(CONFIG.moe.num_experts)
         quantile_balance_(bias_E, layer.take_scores()[0][:100], CONFIG.moe.num_experts_per_token)
         wanted.append(bias_E)
-    train_step(model, [replace(batch, weight_T=weight_T)], new_optimisers(model))
+    step_of(model, [replace(batch, weight_T=weight_T)])
     for layer, want in zip(model.moe_layers(), wanted, strict=True):
         assert torch.equal(layer.gate.e_score_correction_bias, want) and want.abs().max() > 0
 
@@ -453,14 +497,14 @@ def test_a_step_without_weight_or_with_a_broken_loss_moves_nothing():
     with pytest.raises(
         ValueError, match="^step: wanted tokens with a weight above 0, the weights of 1 batches sum to 0$"
     ):
-        train_step(model, [replace(batch, weight_T=torch.zeros(40))], new_optimisers(model))
+        step_of(model, [replace(batch, weight_T=torch.zeros(40))])
     with torch.no_grad():
         model.language_model.lm_head.weight[0, 0] = torch.nan
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(
         FloatingPointError, match="^step: the loss is nan and the gradient's norm nan, wanted finite ones$"
     ):
-        train_step(model, [batch], new_optimisers(model))
+        step_of(model, [batch])
     for name, value in model.state_dict().items():
         assert torch.equal(value.nan_to_num(), before[name].nan_to_num())
 
@@ -473,11 +517,11 @@ def test_a_step_behind_a_broken_one_is_as_if_it_were_the_first():
     with torch.no_grad():
         weight[0] = torch.nan
     with pytest.raises(FloatingPointError):
-        train_step(model, [batch], new_optimisers(model))
+        step_of(model, [batch])
     with torch.no_grad():
         weight[0] = 1.0
-    train_step(model, [batch], new_optimisers(model))
-    train_step(other, [batch], new_optimisers(other))
+    step_of(model, [batch])
+    step_of(other, [batch])
     for (name, got), want in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(got, want), name
 
@@ -486,4 +530,4 @@ def test_what_the_loss_does_not_read_is_refused():
     stream = stream_of(TEXTS[:2])
     batch = make_batch(stream, pieces(stream, 40)[:1], "test")
     with pytest.raises(ValueError, match="logprobs_T and advantage_T are not read by this loss"):
-        train_step(new_model(), [replace(batch, advantage_T=torch.ones(40))], new_optimisers(new_model()))
+        step_of(new_model(), [replace(batch, advantage_T=torch.ones(40))])

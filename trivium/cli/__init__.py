@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import trivium
-from trivium.cli import convert, cost, doctor, generate, plot, quickstart, train
+from trivium.cli import convert, cost, doctor, generate, lab, plot, quickstart, train
 
 
 class OneLineErrors(TyperGroup):
@@ -45,6 +45,7 @@ TRAIN, USE, KNOW = "Train a model", "Use a model", "What it takes"
 app.command(rich_help_panel=TRAIN)(quickstart.quickstart)
 app.command(rich_help_panel=TRAIN)(train.train)
 app.command(rich_help_panel=TRAIN)(plot.plot)
+app.command(rich_help_panel=TRAIN)(lab.lab)
 app.command(rich_help_panel=USE)(generate.generate)
 app.command(rich_help_panel=USE)(convert.convert)
 app.add_typer(cost.app, name="cost", rich_help_panel=KNOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -14,6 +15,14 @@ def shell_line(*arguments: str) -> str:
     # Behind `make quickstart` no `trivium` is on the path, but the program that runs this is.
     program = ["trivium"] if shutil.which("trivium") else [sys.executable, "-m", "trivium"]
     return shlex.join([*program, *arguments])
+
+
+def again_line(*arguments: str) -> str:
+    """The line that begins this run once more: under torchrun where torchrun began it."""
+    num_processes, num_hosts = os.environ.get("WORLD_SIZE", "1"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    if num_processes == "1" or num_hosts != "1":  # of several hosts each has a line of its own
+        return shell_line(*arguments)
+    return shlex.join(["torchrun", "--nproc-per-node", num_processes, "-m", "trivium", *arguments])
 
 
 def check_finished(folder: Path) -> None:

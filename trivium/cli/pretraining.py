@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from trivium.api import Model, load
-from trivium.cli.command import shell_line
+from trivium.cli.command import again_line, shell_line
 from trivium.data.source import Document
+from trivium.parallel.world import open_world
 from trivium.recipes.pretraining import Outcome, pretrain_on_text
 from trivium.train.pretrain import PretrainConfig
 from trivium.train.run_folder import write_text
@@ -27,17 +28,19 @@ _PROMPT_CHARS = 40
 
 def run(config: PretrainConfig, *, data: Path | None, out: Path, name: str | None, command: list[str]) -> None:
     """Train, print everything, and exit with 130 where the run was interrupted. `data` None: Python's own library."""
-    console = Console(highlight=False, soft_wrap=True)
-    outcome = pretrain_on_text(
-        config,
-        data=data,
-        out=out,
-        name=name,
-        command=command,
-        console=console,
-        show=partial(show_run, python=data is None, console=console),
-    )
-    if outcome.report is None:
+    with open_world(config.device) as world:
+        console = Console(highlight=False, soft_wrap=True, quiet=not world.is_first)
+        outcome = pretrain_on_text(
+            config,
+            data=data,
+            out=out,
+            name=name,
+            command=command,
+            console=console,
+            show=partial(show_run, python=data is None, console=console),
+            world=world,
+        )
+    if outcome is not None and outcome.report is None:
         show_interruption(outcome, command, console)
         raise typer.Exit(130)
 
@@ -47,7 +50,7 @@ def show_run(outcome: Outcome, *, python: bool, console: Console) -> None:
 
     Raises RuntimeError when the checkpoint, loaded again, does not write what the trained model writes.
     """
-    assert outcome.report is not None
+    assert outcome.report is not None and outcome.result.model is not None
     folder, tokenizer = outcome.folder, outcome.corpus.tokenizer
     console.print()
     console.print(outcome.report.table())
@@ -89,7 +92,7 @@ def show_interruption(outcome: Outcome, command: list[str], console: Console) ->
     of = f" of {progress.num_steps}" if progress.num_steps else ""
     console.print(
         f"interrupted after step {progress.step}{of}, saved to {outcome.folder}\n"
-        f"  go on:              {shell_line(*command)}\n"
+        f"  go on:              {again_line(*command)}\n"
         f"  as it is now:       {shell_line('generate', str(outcome.folder), '--prompt', '...')}",
         markup=False,
         highlight=False,

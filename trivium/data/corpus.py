@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ from trivium.data.clean import drop_duplicates
 from trivium.data.source import Document, fingerprint, folder_of_text, split_by_source, standard_library
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trivium.chat.tokenizer import Tokenizer
-    from trivium.data.pack import TokenStream
+    from trivium.data.pack import Stream, TokenStream
+    from trivium.data.shards import Shards
 
 HELDOUT_FILE = "heldout.jsonl"
+TOKENS = "tokens"
 
 # Byte pairs are counted in so much of a longer text. The ranks of a few thousand most frequent pairs do not change
 # with more of it, and 200 MB would take minutes.
@@ -80,7 +85,7 @@ class Corpus:
 
     text: Text
     tokenizer: Tokenizer
-    train: TokenStream
+    train: Stream
     heldout: TokenStream
 
 
@@ -108,35 +113,37 @@ def gather_text(data: Path | None, *, say: Callable[[str], None] = lambda stage:
 
 
 def build_corpus(
-    text: Text, *, num_ranks: int, tokenizer: Tokenizer | None = None, say: Callable[[str], None] = lambda stage: None
+    text: Text,
+    *,
+    num_ranks: int,
+    tokenizer: Tokenizer | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda stage: None,
 ) -> Corpus:
     """Both parts as tokens, by `tokenizer` or by one of `num_ranks` trained on the training text.
 
-    It is trained on all of the text up to 32 MB, else on blocks of it spread evenly that come to so much. Raises
-    ValueError for a tokenizer of other ranks, and for text that does not give so many. `say` hears each stage.
+    It is trained on all of the text up to 32 MB, else on blocks of it spread evenly that come to so much. With a
+    `folder` the training tokens are shards in folder/tokens, which other processes open with `shards.open_shards`;
+    those that are there are used if they are of this text and tokenizer and whole, else written anew. Raises ValueError
+    for a tokenizer of other ranks, and for text that does not give so many. `say` hears each stage.
     """
     if tokenizer is None:
         tokenizer = _train_tokenizer(text.train, num_ranks, say)
     elif tokenizer.num_ranks != num_ranks:
         raise ValueError(f"data: wanted a tokenizer of {num_ranks} ranks, got one of {tokenizer.num_ranks}")
-    say(f"tokenizing {_size(text.train)}")
-    return Corpus(
-        text=text,
-        tokenizer=tokenizer,
-        train=stream_of(text.train, tokenizer),
-        heldout=stream_of(text.heldout, tokenizer),
-    )
+    if folder is None:
+        say(f"tokenizing {_size(text.train)}")
+        train: Stream = stream_of(text.train, tokenizer)
+    else:
+        train = _shards_of(text.train, tokenizer, folder / TOKENS, say)
+    return Corpus(text=text, tokenizer=tokenizer, train=train, heldout=stream_of(text.heldout, tokenizer))
 
 
 def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
     """[BOS] and the tokens of each document, with how many bytes each id stands for: 0 for a control id."""
-    import torch
-
     from trivium.data.pack import tokenize
 
-    ranks = tokenizer.vocabulary.ranks
-    num_bytes_W = torch.tensor([len(token) for token in ranks] + [0] * (tokenizer.vocab_size - len(ranks)))
-    return tokenize(documents, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=num_bytes_W)
+    return tokenize(documents, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=_num_bytes_of_ids(tokenizer))
 
 
 def write_heldout(folder: str | Path, documents: Iterable[Document]) -> None:
@@ -180,6 +187,51 @@ def read_heldout(folder: str | Path) -> list[Document]:
     if not documents:
         raise ValueError(f"{path}: no document in it")
     return documents
+
+
+def _shards_of(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> Shards:
+    """The same as shards: those in the folder, or new ones."""
+    from trivium.data.pack import token_documents
+    from trivium.data.shards import MANIFEST, open_shards, read_manifest, write_shards
+
+    made_of = {"text": fingerprint(documents), "tokenizer": _fingerprint_of_tokenizer(tokenizer)}
+    if (folder / MANIFEST).exists():
+        try:
+            manifest = read_manifest(folder)
+            other = [name for name, value in made_of.items() if getattr(manifest, name) != value]
+            if not other:
+                shards = open_shards(folder, verify=True)
+                say(f"{folder}: {manifest.num_tokens:,} tokens are there already")
+                return shards
+            say(f"{folder}: of another {' and '.join(other)}, written anew")
+        except ValueError as error:
+            say(f"{error}; written anew")
+    say(f"tokenizing {_size(documents)} to {folder}")
+    num_bytes_W = _num_bytes_of_ids(tokenizer)
+    ids = token_documents(documents, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=num_bytes_W)
+    return write_shards(folder, ids, num_bytes_W=num_bytes_W, bos_id=tokenizer.bos_id, **made_of)
+
+
+def _num_bytes_of_ids(tokenizer: Tokenizer) -> Tensor:
+    import torch
+
+    ranks = tokenizer.vocabulary.ranks
+    return torch.tensor([len(token) for token in ranks] + [0] * (tokenizer.vocab_size - len(ranks)))
+
+
+def _fingerprint_of_tokenizer(tokenizer: Tokenizer) -> str:
+    """SHA-256 over all that the ids of a text depend on: the pieces it is cut into, the ranks, and [BOS]."""
+    from trivium.chat.pieces import MAX_CHARS, MAX_RUN_CHARS, PATTERN
+
+    seen = hashlib.sha256()
+    for part in (
+        PATTERN.encode(),
+        b"%d %d %d" % (MAX_CHARS, MAX_RUN_CHARS, tokenizer.bos_id),
+        *tokenizer.vocabulary.ranks,
+    ):
+        seen.update(len(part).to_bytes(8, "big"))
+        seen.update(part)
+    return seen.hexdigest()
 
 
 def _train_tokenizer(documents: Sequence[Document], num_ranks: int, say: Callable[[str], None]) -> Tokenizer:

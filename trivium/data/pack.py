@@ -6,12 +6,13 @@ from one document to the next, and each token but [BOS] is a target exactly once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from trivium.chat.pieces import MAX_CHARS
@@ -20,45 +21,98 @@ from trivium.data.source import Document
 from trivium.ops.rows import Rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenStream:
-    """Documents as token ids, one behind the other.
+class Stream(Protocol):
+    """Documents as token ids, one behind the other, in memory (`TokenStream`) or on disk (`shards.Shards`).
 
-    `ids_T` is int32, `starts` are the bounds of the documents in it, `num_bytes_W` (int64) is how many bytes of text
-    each id stands for, 0 for a special one.
+    `starts` (int64) are the bounds of the documents, from 0 to the number of tokens. `num_bytes_W` (int64) is how many
+    bytes of text each id stands for, 0 for a special one. `num_targets` are the tokens that follow another one of their
+    document, `num_bytes` what they stand for in all.
+    """
+
+    @property
+    def starts(self) -> NDArray[np.int64]: ...
+    @property
+    def num_bytes_W(self) -> Tensor: ...
+    @property
+    def num_targets(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def ids_T(self) -> Tensor:
+        """All of them, int32: in memory, however many they are."""
+        ...
+
+    def read(self, first: int, end: int) -> Tensor:
+        """The ids [first, end) as int64. Raises ValueError where the stream has none."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenStream:
+    """A `Stream` in memory; `ids_T` is int32.
+
+    Raises ValueError for bounds that do not begin at 0, fall, or do not end where the tokens do.
     """
 
     ids_T: Tensor
-    starts: tuple[int, ...]
+    starts: NDArray[np.int64]
     num_bytes_W: Tensor
+
+    def __post_init__(self) -> None:
+        starts = np.asarray(self.starts, dtype=np.int64)
+        if (
+            starts.ndim != 1
+            or not len(starts)
+            or starts[0]
+            or starts[-1] != len(self.ids_T)
+            or (np.diff(starts) < 0).any()
+        ):
+            raise ValueError(f"stream: wanted bounds that rise from 0 to {len(self.ids_T)}, got {starts}")
+        object.__setattr__(self, "starts", starts)
 
     @property
     def num_targets(self) -> int:
-        """Tokens that follow another one of their document."""
-        return sum(max(0, end - start - 1) for start, end in pairwise(self.starts))
+        return count_targets(self.starts)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of text that all targets stand for."""
         # By counts of ids: one number of 8 bytes for each token would be twice the stream.
         return int(torch.bincount(self.ids_T, minlength=len(self.num_bytes_W)) @ self.num_bytes_W)
 
+    def read(self, first: int, end: int) -> Tensor:
+        check_span(first, end, len(self.ids_T))
+        return self.ids_T[first:end].long()
 
-# Where the inputs of one piece lie in a stream: its first token and the one behind its last.
-Span = tuple[int, int]
+
+def count_targets(starts: NDArray[np.int64]) -> int:
+    """Tokens that follow another one of their document, by the documents' bounds."""
+    return int(np.maximum(np.diff(starts) - 1, 0).sum())
+
+
+def check_span(first: int, end: int, num_tokens: int) -> None:
+    """Raise ValueError unless a stream of so many tokens has these: a slice would give fewer without a word."""
+    if not 0 <= first <= end <= num_tokens:
+        raise ValueError(f"stream: tokens {first} to {end} of {num_tokens} are not there")
 
 
 def tokenize(
     documents: Iterable[Document], encode: Callable[[str], list[int]], *, bos_id: int, num_bytes_W: Tensor
 ) -> TokenStream:
-    """Every document as [BOS] and its tokens.
+    """Every document of `token_documents`, in memory."""
+    arrays = list(token_documents(documents, encode, bos_id=bos_id, num_bytes_W=num_bytes_W))
+    ids_T = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int32), *arrays]))
+    return TokenStream(ids_T=ids_T, starts=np.cumsum([0, *map(len, arrays)]), num_bytes_W=num_bytes_W)
+
+
+def token_documents(
+    documents: Iterable[Document], encode: Callable[[str], list[int]], *, bos_id: int, num_bytes_W: Tensor
+) -> Iterator[NDArray[np.int32]]:
+    """Every document as [BOS] and its tokens, one at a time.
 
     A long text is encoded in parts of 400,000 characters, where the tokenizer cuts it in any case. Raises ValueError
     when the tokens of a document do not stand for all of its bytes, no more and no less.
     """
     num_bytes = num_bytes_W.numpy()
-    arrays = [np.empty(0, dtype=np.int32)]
-    starts = [0]
     for document in documents:
         # An array for each part: as Python objects the ids of 200 MB of text would take 2 GB.
         parts = [
@@ -68,31 +122,35 @@ def tokenize(
         got = sum(int(num_bytes[part].sum()) for part in parts)
         if got != document.num_bytes:
             raise ValueError(f"data: the tokens of {document.path} stand for {got} bytes of {document.num_bytes}")
-        arrays += [np.array([bos_id], dtype=np.int32), *parts]
-        starts.append(starts[-1] + 1 + sum(map(len, parts)))
-    ids_T = torch.from_numpy(np.concatenate(arrays))
-    return TokenStream(ids_T=ids_T, starts=tuple(starts), num_bytes_W=num_bytes_W)
+        yield np.concatenate([np.array([bos_id], dtype=np.int32), *parts])
 
 
-def pieces(stream: TokenStream, max_len: int) -> list[Span]:
-    """The inputs of every document, cut into consecutive pieces of at most `max_len` tokens."""
+def pieces(stream: Stream, max_len: int) -> NDArray[np.int64]:
+    """The inputs of every document, cut into consecutive pieces of at most `max_len` tokens: [P, 2].
+
+    A piece is its first token and the one behind its last.
+    """
     if max_len < 1:
         raise ValueError(f"pieces: wanted a positive length, got {max_len}")
-    return [
-        (first, min(first + max_len, end - 1))
-        for start, end in pairwise(stream.starts)
-        for first in range(start, end - 1, max_len)
-    ]
+    first_D, end_D = stream.starts[:-1], stream.starts[1:] - 1
+    num_D = np.maximum(-(-(end_D - first_D) // max_len), 0)
+    before_D = num_D.cumsum() - num_D  # pieces of the documents before
+    piece_P2 = np.empty((int(num_D.sum()), 2), dtype=np.int64)
+    piece_P2[:, 0] = np.repeat(first_D - before_D * max_len, num_D)
+    piece_P2[:, 0] += np.arange(len(piece_P2)) * max_len
+    np.minimum(piece_P2[:, 0] + max_len, np.repeat(end_D, num_D), out=piece_P2[:, 1])
+    return piece_P2
 
 
-def make_batch(stream: TokenStream, spans: Sequence[Span], source: str) -> Batch:
-    """These pieces as the sequences of one batch, every target with weight 1."""
-    ids_T = torch.cat([stream.ids_T[first:end] for first, end in spans]).long()
-    targets_T = torch.cat([stream.ids_T[first + 1 : end + 1] for first, end in spans]).long()
+def make_batch(stream: Stream, spans: ArrayLike | Sequence[tuple[int, int]], source: str) -> Batch:
+    """These pieces [S, 2] as the sequences of one batch, every target with weight 1."""
+    spans = np.asarray(spans).tolist()
+    parts = [stream.read(first, end + 1) for first, end in spans]  # with the target of its last token
+    targets_T = torch.cat([part[1:] for part in parts])
     return Batch(
-        ids_T=ids_T,
+        ids_T=torch.cat([part[:-1] for part in parts]),
         targets_T=targets_T,
-        weight_T=torch.ones(len(ids_T)),
+        weight_T=torch.ones(len(targets_T)),
         rows=Rows.of([end - first for first, end in spans]),
         num_bytes=int(stream.num_bytes_W[targets_T].sum()),
         source=source,

@@ -22,10 +22,13 @@ Rule = Callable[[Tensor, Generator, K3Config], None]  # fills a float32 tensor o
 SLOWEST_DECAY, FASTEST_DECAY = 1e-3, 1e-1
 
 
-def initialise_(model: nn.Module, seed: int) -> None:
+def initialise_(
+    model: nn.Module, seed: int, *, place: Callable[[Tensor, Tensor], Tensor] = lambda draw, tensor: draw
+) -> None:
     """Fill every parameter and every saved buffer of a KimiK3 by the table.
 
     Drawn in float32 on the CPU, each from a generator of its own, then copied to the parameter's dtype and device.
+    `place` makes of all the numbers what this parameter holds of them: its share, where it is sharded.
     Raises ValueError, before anything is written, for a name without exactly one rule, for a tensor on the meta
     device, and for packed experts, which hold no numbers to draw.
     """
@@ -39,7 +42,7 @@ def initialise_(model: nn.Module, seed: int) -> None:
         for name, tensor in tensors.items():
             draw = torch.empty(tensor.shape, dtype=torch.float32)
             rules[name](draw, generator_of(name, seed), config)
-            tensor.copy_(draw)
+            tensor.copy_(place(draw, tensor))
 
 
 def rule_of(name: str) -> Rule:

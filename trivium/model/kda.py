@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trivium.config import TILE, K3Config
 from trivium.model import trace
+from trivium.model.heads import Blocks
 from trivium.model.layers import Linear, RMSNorm
 from trivium.model.state import KdaState, Pending
 from trivium.ops.conv import short_conv
@@ -53,7 +54,7 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = Linear(width, D)
 
     def forward(self, x_TD: Tensor, rows: Rows, state: KdaState | None) -> tuple[Tensor, KdaState | None]:
-        qkv_TX = linear(x_TD, self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)
+        qkv_TX = linear(x_TD, *(proj.weight.to(x_TD.dtype) for proj in (self.q_proj, self.k_proj, self.v_proj)))
         decay_in_THK = self._heads(self.f_b_proj(self.f_a_proj(x_TD)))
         beta_in_TH = self.b_proj(x_TD)
         if isinstance(rows, Tile):
@@ -87,6 +88,15 @@ class KimiDeltaAttention(nn.Module):
 
         o_THV = gated_rms_norm(o_THV, self._heads(self.g_proj(x_TD)), self.o_norm.weight, self.o_norm.eps)
         return self.o_proj(o_THV.flatten(1)), state
+
+    def head_blocks(self) -> dict[str, Blocks]:
+        """A head has head_dim rows of each matrix that writes channels, and those columns of o_proj.
+
+        b_proj has one row a head and f_a_proj none of its own: both stay whole.
+        """
+        heads = (self.head_dim,) * self.num_heads
+        by_rows = ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_proj")
+        return {f"{name}.weight": Blocks(rows=heads) for name in by_rows} | {"o_proj.weight": Blocks(columns=heads)}
 
     def _heads(self, x_TX: Tensor) -> Tensor:
         return x_TX.unflatten(-1, (self.num_heads, self.head_dim))

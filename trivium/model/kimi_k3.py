@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trivium.config import TILE, K3Config
 from trivium.model import trace
 from trivium.model.decoder import LanguageModel
+from trivium.model.mla import GatedMla
 from trivium.model.moe import LatentMoe
 from trivium.model.state import KdaState, ModelState, empty_state
 from trivium.model.vision import Projector, VisionTower, scatter_features
@@ -25,6 +26,10 @@ class KimiK3(nn.Module):
     `dtype` is that of everything not float32 by definition (None: what the config says); `experts` "packed" keeps the
     routed experts as MXFP4 bytes, for inference. Build under `torch.device("meta")` to allocate nothing.
 
+    `compute_dtype` is that of the activations, None for the parameters' own. With float32 parameters and bfloat16 here
+    every matrix and norm weight is rounded where it is used, as a bfloat16 model's would be, and its gradient arrives
+    in float32: an update smaller than bfloat16's steps is not lost. What is float32 in a bfloat16 model stays so.
+
     With `deterministic` set, equalities are bitwise on the CPU: any cut, any batch, decode and prefill. The model then
     runs on one tile of 16 rows of one sequence at a time (see `Tile`), without gradients.
     """
@@ -34,6 +39,7 @@ class KimiK3(nn.Module):
         config: K3Config,
         *,
         dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
         experts: str = "unpacked",
         deterministic: bool = False,
     ) -> None:
@@ -42,7 +48,10 @@ class KimiK3(nn.Module):
             raise ValueError(f"config: wanted a K3Config, got {type(config).__name__}")
         if experts not in ("unpacked", "packed"):
             raise ValueError(f'experts: wanted "unpacked" or "packed", got {experts!r}')
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype: wanted a floating dtype, got {compute_dtype}")
         self.config = config
+        self.compute_dtype = compute_dtype
         self.deterministic = deterministic
         with _default_dtype(dtype or getattr(torch, config.dtype)):
             self.language_model = LanguageModel(config, packed=experts == "packed")
@@ -87,15 +96,16 @@ class KimiK3(nn.Module):
     def embed(self, ids_T: Tensor, pixels: Pixels | None = None) -> Tensor:
         """Embedding rows [T, D]; image positions are overwritten by projector rows, in order."""
         embed_TD = self.language_model.model.embed_tokens(ids_T)
+        embed_TD = embed_TD.to(self.compute_dtype or embed_TD.dtype)
         if pixels is None:
             return embed_TD
         if self.config.vision is None:
             raise ValueError("pixels: this model has no vision tower (no vision_config)")
-        feature_MD = self.mm_projector(self.vision_tower(pixels))
+        feature_MD = self.mm_projector(self.vision_tower(pixels, self.compute_dtype))
         return scatter_features(embed_TD, ids_T, feature_MD, self.config.media_placeholder_token_id)
 
     def head(self, hidden_TD: Tensor) -> Tensor:
-        """Logits [T, W] of the rows the caller wants, in the model's dtype."""
+        """Logits [T, W] of the rows the caller wants, in their dtype."""
         if not self.deterministic:
             return self.language_model.lm_head(hidden_TD)
         with torch.no_grad():  # each row alone at the top of a tile: one shape and one place for all
@@ -107,8 +117,16 @@ class KimiK3(nn.Module):
     def empty_state(self, num_sequences: int) -> ModelState:
         """The state of sequences that have fed nothing in."""
         return empty_state(
-            self.config, num_sequences, dtype=self.dtype, device=self.device, deterministic=self.deterministic
+            self.config,
+            num_sequences,
+            dtype=self.compute_dtype or self.dtype,
+            device=self.device,
+            deterministic=self.deterministic,
         )
+
+    def mla_layers(self) -> list[GatedMla]:
+        """Every Gated MLA mixer, in order."""
+        return [layer.self_attn for layer in self.language_model.model.layers if isinstance(layer.self_attn, GatedMla)]
 
     def moe_layers(self) -> list[LatentMoe]:
         """Every MoE layer's feed-forward, in order."""

@@ -1,4 +1,7 @@
-"""The layers everything else is built from. None initialises itself: parameters start as raw memory."""
+"""The layers everything else is built from. None initialises itself: parameters start as raw memory.
+
+What comes in decides the dtype: a weight is cast to it where it meets it, so that float32 masters serve bfloat16 rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 class Linear(nn.Module):
@@ -31,7 +34,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight.to(x.dtype))
 
 
 class Mlp(nn.Module):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import K3Config
+from trivium.model.heads import Blocks
 from trivium.model.layers import Linear, RMSNorm
+from trivium.model.recompute import is_recomputing
 from trivium.model.state import MlaState
-from trivium.ops.attention import latent_attention
+from trivium.ops.attention import latent_attention, max_logit
 from trivium.ops.norm import sigmoid_gate
 from trivium.ops.rows import Rows, Tile
 
@@ -17,7 +20,10 @@ LATENT_NORM_EPS = 1e-6
 
 
 class GatedMla(nn.Module):
-    """x_TD and the layer's latents to its output [T, D] and grown latents (docs/model.md, 42-52; arXiv 2405.04434)."""
+    """x_TD and the layer's latents to its output [T, D] and grown latents (docs/model.md, 42-52; arXiv 2405.04434).
+
+    With `watch_logits` set, forwards in training keep every head's largest logit for `take_max_logit`.
+    """
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
@@ -31,6 +37,8 @@ class GatedMla(nn.Module):
         self.kv_b_proj = Linear(mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim))
         self.g_proj = Linear(D, mla.num_heads * mla.v_head_dim)
         self.o_proj = Linear(mla.num_heads * mla.v_head_dim, D)
+        self.watch_logits = False
+        self._max_logit_H: Tensor | None = None
 
     def forward(self, x_TD: Tensor, rows: Rows, state: MlaState | None) -> tuple[Tensor, MlaState | None]:
         mla = self.config
@@ -44,6 +52,28 @@ class GatedMla(nn.Module):
         if isinstance(rows, Tile):  # as many keys as a full tile has, so that shapes do not tell where it was cut
             missing = rows.num_tokens - rows.last
             latent_UR, shared_key_UJ = (F.pad(x, (0, 0, 0, missing)) for x in (latent_UR, shared_key_UJ))
-        kv_b_HXR = self.kv_b_proj.weight.unflatten(0, (mla.num_heads, -1))
+        kv_b_HXR = self.kv_b_proj.weight.unflatten(0, (mla.num_heads, -1)).to(x_TD.dtype)
         o_THV = latent_attention(q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR, rows)
+        if self.watch_logits and self.training and torch.is_grad_enabled() and not is_recomputing():
+            max_H = max_logit(q_nope_THK, q_rest_THJ, latent_UR, shared_key_UJ, kv_b_HXR, rows)
+            self._max_logit_H = max_H if self._max_logit_H is None else torch.maximum(self._max_logit_H, max_H)
         return self.o_proj(sigmoid_gate(o_THV.flatten(1), self.g_proj(x_TD))), state
+
+    def take_max_logit(self) -> Tensor | None:
+        """Every head's largest logit [H] in the watched forwards since the last call, handed over; None without any."""
+        taken, self._max_logit_H = self._max_logit_H, None
+        return taken
+
+    def head_blocks(self) -> dict[str, Blocks]:
+        """kv_b_proj is two matrices a head, keys out of the latent and then values; kv_a_proj_with_mqa holds the latent
+        and, behind it, the key that all heads share. q_a_proj's latent is of all heads and stays whole.
+        """
+        mla = self.config
+        values = (mla.v_head_dim,) * mla.num_heads
+        return {
+            "q_b_proj.weight": Blocks(rows=(mla.qk_head_dim,) * mla.num_heads),
+            "kv_a_proj_with_mqa.weight": Blocks(rows=(mla.kv_lora_rank, mla.qk_rope_head_dim)),
+            "kv_b_proj.weight": Blocks(rows=(mla.qk_nope_head_dim, mla.v_head_dim) * mla.num_heads),
+            "g_proj.weight": Blocks(rows=values),
+            "o_proj.weight": Blocks(columns=values),
+        }

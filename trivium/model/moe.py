@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from trivium.config import K3Config
 from trivium.model import trace
 from trivium.model.layers import Linear, Mlp, RMSNorm
+from trivium.model.recompute import is_recomputing
 from trivium.ops.balance import Route, route
 from trivium.ops.experts import experts, experts_tile
 from trivium.ops.linear import linear
@@ -39,8 +40,8 @@ class DenseStack(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
 
-    def value(self) -> Tensor:
-        return self.weight
+    def value(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
 
 
 class PackedStack(nn.Module):
@@ -48,13 +49,12 @@ class PackedStack(nn.Module):
 
     def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.dtype = torch.get_default_dtype()  # what KimiK3 builds in, and what the bytes unpack to
         shape = (num_experts, out_features)
         self.register_buffer("weight_packed", torch.empty(*shape, in_features // 2, dtype=torch.uint8))
         self.register_buffer("weight_scale", torch.empty(*shape, in_features // 32, dtype=torch.uint8))
 
-    def value(self) -> PackedWeight:
-        return PackedWeight(packed=self.weight_packed, scale=self.weight_scale, dtype=self.dtype)
+    def value(self, dtype: torch.dtype) -> PackedWeight:
+        return PackedWeight(packed=self.weight_packed, scale=self.weight_scale, dtype=dtype)
 
 
 class Experts(nn.Module):
@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
     def forward(self, latent_TL: Tensor, chosen: Route, rows: Rows) -> Tensor:
         """sum over a token's experts of weight * expert(latent), summed in float32, in the latent's dtype."""
-        weights = (self.w1.value(), self.w3.value(), self.w2.value())
+        weights = [stack.value(latent_TL.dtype) for stack in (self.w1, self.w3, self.w2)]
         if isinstance(rows, Tile):
             index_T = torch.arange(rows.num_tokens, device=latent_TL.device)
             empty_T = (index_T < rows.first) | (index_T >= rows.last)
@@ -101,17 +101,18 @@ class LatentMoe(nn.Module):
 
     def forward(self, x_TD: Tensor, rows: Rows) -> Tensor:
         chosen = self.gate(x_TD)
-        if self.training and torch.is_grad_enabled():
-            self._scores.append(chosen.scores_TE.detach())
+        if self.training and torch.is_grad_enabled() and not is_recomputing():
+            self._scores.append(chosen.scores_TE)
         trace.record(f"{self.name}.experts", lambda: chosen.experts_TA)
         trace.record(f"{self.name}.weights", lambda: chosen.weights_TA)
         y_TL = self.experts(self.routed_expert_down_proj(x_TD), chosen, rows)
         return self.routed_expert_up_proj(self.routed_expert_norm(y_TL)) + self.shared_experts(x_TD)
 
     def take_scores(self) -> list[Tensor]:
-        """Router scores [N, E] of every training forward since the last call, in order; they are handed over.
+        """Router scores [N, E] of every training forward since the last call, in order, with their graph.
 
-        A forward that is run again for its gradients (activation checkpointing) is a forward of its own here.
+        They are handed over: nothing is kept here. A forward that is run again for its gradients (activation
+        checkpointing) is not a forward of its own.
         """
         taken, self._scores = self._scores, []
         return taken

@@ -52,6 +52,7 @@ def serves(network: KimiK3) -> bool:
         cpu.missing is None
         and network.device.type == "cpu"
         and network.dtype in (torch.float32, torch.bfloat16)
+        and network.compute_dtype in (None, network.dtype)
         and not network.deterministic
         and not trace.is_running()
         and not (hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
@@ -269,7 +270,7 @@ def _matrix(module: torch.nn.Module) -> Tensor:
 
 
 def _stack(stack: DenseStack | PackedStack) -> Tensor | PackedWeight:
-    return stack.value() if isinstance(stack, PackedStack) else _matrix(stack)
+    return stack.value(torch.float32) if isinstance(stack, PackedStack) else _matrix(stack)
 
 
 def _vector(x: Tensor) -> Tensor:

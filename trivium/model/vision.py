@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trivium.config import VisionConfig
+from trivium.model.heads import Blocks
 from trivium.model.layers import Linear, RMSNorm
 from trivium.ops.pixels import Grid, Pixels, num_merged, num_patches
 from trivium.ops.precision import work_dtype
@@ -26,7 +27,7 @@ MAX_SIDE = 512  # rows or columns: the released tower turns positions up to 511
 class VisionTower(nn.Module):
     """Patches to merged windows: Pixels -> [M, 4, D], M the sum of num_merged, D = vt_hidden_size.
 
-    Runs in the dtype of its parameters; norms, rotation and softmax in float32.
+    Runs in `dtype`, None for that of its parameters; norms, rotation and softmax in float32.
     Raises ValueError for an item with more than init_pos_emb_time frames, a side above 512, or another patch size.
     """
 
@@ -36,9 +37,9 @@ class VisionTower(nn.Module):
         self.patch_embed = PatchEmbedding(config)
         self.encoder = Encoder(config)
 
-    def forward(self, pixels: Pixels) -> Tensor:
+    def forward(self, pixels: Pixels, dtype: torch.dtype | None = None) -> Tensor:
         self._check(pixels)
-        x_PD = self.patch_embed(pixels)
+        x_PD = self.patch_embed(pixels, dtype or self.patch_embed.proj.weight.dtype)
         x_PD = self.encoder(x_PD, pixels.grids)
         items = x_PD.split([num_patches(grid) for grid in pixels.grids])
         merged = [merge_windows(item_PD, grid) for item_PD, grid in zip(items, pixels.grids, strict=True)]
@@ -86,8 +87,8 @@ class PatchEmbedding(nn.Module):
         self.proj = PatchProjection(config)
         self.pos_emb = PositionGrid(config)
 
-    def forward(self, pixels: Pixels) -> Tensor:
-        return self.proj(pixels.values_P3HW) + self.pos_emb(pixels.grids)
+    def forward(self, pixels: Pixels, dtype: torch.dtype) -> Tensor:
+        return self.proj(pixels.values_P3HW.to(dtype)) + self.pos_emb(pixels.grids).to(dtype)
 
 
 class PatchProjection(nn.Module):
@@ -98,7 +99,7 @@ class PatchProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vt_hidden_size, 3, config.patch_size, config.patch_size))
 
     def forward(self, values_P3HW: Tensor) -> Tensor:
-        return F.linear(values_P3HW.to(self.weight.dtype).flatten(1), self.weight.flatten(1))
+        return F.linear(values_P3HW.flatten(1), self.weight.flatten(1).to(values_P3HW.dtype))
 
 
 class PositionGrid(nn.Module):
@@ -215,6 +216,11 @@ class VisionBlock(nn.Module):
             one = slice(start, end)
             items.append(F.scaled_dot_product_attention(q_1HPK[:, :, one], k_1HPK[:, :, one], v_1HPK[:, :, one]))
         return torch.cat(items, dim=2)[0].transpose(0, 1).flatten(1)
+
+    def head_blocks(self) -> dict[str, Blocks]:
+        """wqkv: all heads' q, then their k, then their v."""
+        heads = (self.wo.weight.shape[1] // self.num_heads,) * self.num_heads
+        return {"wqkv.weight": Blocks(rows=3 * heads), "wo.weight": Blocks(columns=heads)}
 
 
 class VisionMLP(nn.Module):

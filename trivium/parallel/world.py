@@ -41,6 +41,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def max_(self, tensor: Tensor) -> Tensor:
+        """The largest over all processes, element by element, in place; on any device."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def sum(self, numbers: list[float]) -> list[float]:
         """Each number summed over all processes in float64, in the order of their ranks: the same bits everywhere."""
         if self.size == 1:
@@ -70,6 +76,12 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def lost_one(self, error: BaseException) -> bool:
+        """Whether this error is what a process sees when another one has gone."""
+        if self.size == 1:
+            return False
+        return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "onnection" in str(error)
 
     def wait(self) -> None:
         """Until all are here."""

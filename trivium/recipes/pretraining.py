@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,20 +14,24 @@ from rich.console import Console
 import trivium
 from trivium.chat.tokenizer import Tokenizer
 from trivium.checkpoint.published import read_published
-from trivium.config import PRESETS, K3Config, preset
+from trivium.config import model_preset
 from trivium.cost.params import count_params
-from trivium.data.corpus import Corpus, Text, build_corpus, gather_text, write_heldout
+from trivium.data.corpus import TOKENS, Corpus, Text, build_corpus, gather_text, write_heldout
+from trivium.data.shards import open_shards
 from trivium.evals.compression import gzip_bpb
 from trivium.evals.plot import plot_runs
 from trivium.evals.report import Report, report
 from trivium.ops.backend import default_backend
+from trivium.parallel.world import ALONE, World
 from trivium.train.log import sayer
 from trivium.train.pretrain import PretrainConfig, PretrainResult, identity, pretrain
 from trivium.train.run_folder import open_run, update_run
-from trivium.train.schedule import Length
+from trivium.train.schedule import Length, Schedule
+from trivium.train.stages import CPU_STAGES, PAPER_STAGES, Stage
 
 # Weight, gradient and one or two moments in float32, and the resume point on its way to disk.
 _TRAINING_BYTES_PER_PARAMETER = 16
+_ANY = Length(seconds=600.0)  # set by `pretraining`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,45 +49,90 @@ def pretraining(
     *,
     minutes: float,
     num_steps: int | None = None,
-    batch_tokens: int | None = None,
-    max_len: int | None = None,
-    muon_lr: float | None = None,
-    adamw_lr: float | None = None,
     save_every_s: float = 60.0,
     device: str = "cpu",
     seed: int = 0,
 ) -> PretrainConfig:
-    """A run of a preset; None is the preset's own. Those of nano were measured, in runs of minutes; the others were not.
+    """A recipe by its name: one of `RECIPES`. What differs from the defaults of `PretrainConfig` is in its function.
 
-    Raises ValueError for a preset that is no K3, or that is larger than the memory of this machine.
+    Raises ValueError for another name.
     """
-    model = preset(name) if name in PRESETS else None
-    if not isinstance(model, K3Config):
-        known = ", ".join(known for known in PRESETS if isinstance(preset(known), K3Config))
-        raise ValueError(f"preset: wanted one of {known}, got {name!r}")
-    wanted = count_params(model).total * _TRAINING_BYTES_PER_PARAMETER
-    held = _memory_bytes(device)
-    if wanted > held:
-        raise ValueError(
-            f"preset: {name} wants {wanted / 2**30:,.1f} GiB to be trained, {device} has {held / 2**30:,.1f}; "
-            "choose a smaller one"
-        )
-    own = (2048, 256, 0.02, 6e-3) if name == "nano" else (8192, 1024, 0.02, 3e-3)
-    given = (batch_tokens, max_len, muon_lr, adamw_lr)
-    batch_tokens, max_len, muon_lr, adamw_lr = (b if a is None else a for a, b in zip(given, own, strict=True))
-    return PretrainConfig(
-        recipe=f"train-{name}",
-        model=model,
-        length=Length(seconds=60 * minutes, num_steps=num_steps),
-        batch_tokens=batch_tokens,
-        max_len=max_len,
-        muon_lr=muon_lr,
-        adamw_lr=adamw_lr,
-        num_evals=max(2, min(50, round(2 * minutes))) if num_steps is None else max(2, min(50, num_steps // 50)),
+    if name not in RECIPES:
+        raise ValueError(f"recipe: wanted one of {', '.join(RECIPES)}, got {name!r}")
+    config = RECIPES[name]()
+    return replace(
+        config,
+        length=Length(seconds=60 * minutes, num_steps=num_steps or config.length.num_steps),
         save_every_s=save_every_s,
         device=device,
         seed=seed,
     )
+
+
+def nano() -> PretrainConfig:
+    """8M parameters, 2,048 tokens a step in pieces of 256. Its rates were measured, in runs of minutes."""
+    return PretrainConfig(recipe="train-nano", model=model_preset("nano"), length=_ANY, balancing="exact")
+
+
+def nano_long() -> PretrainConfig:
+    """nano from 256 to 4,096 tokens a piece in one run of a given number of steps; half the batch is one piece at last."""
+    return replace(
+        nano(),
+        recipe="train-nano-long",
+        length=Length(seconds=600.0, num_steps=1000),
+        batch_tokens=8192,
+        stages=CPU_STAGES,
+        schedule=Schedule(kind="wsd", warmup_share=0.01),
+    )
+
+
+def micro() -> PretrainConfig:
+    """D 512, 12 layers, 8,192 tokens a step in pieces of 1,024."""
+    return PretrainConfig(
+        recipe="train-micro",
+        model=model_preset("micro"),
+        length=_ANY,
+        batch_tokens=8192,
+        stages=(Stage(max_len=1024, share=1.0),),
+        adamw_lr=3e-3,
+    )
+
+
+def mini() -> PretrainConfig:
+    """1B parameters, 145M active: 131,072 tokens a step in pieces of 4,096, bfloat16, layers run again for gradients."""
+    return replace(
+        micro(),
+        recipe="train-mini",
+        model=model_preset("mini"),
+        batch_tokens=131_072,
+        micro_tokens=16_384,
+        stages=(Stage(max_len=4096, share=1.0),),
+        compute_dtype="bfloat16",
+        checkpoint_layers=True,
+    )
+
+
+def k3() -> PretrainConfig:
+    """The released geometry, on paper: from 8K to 1M tokens a piece, for a cluster that holds 2.8T parameters."""
+    return replace(
+        mini(),
+        recipe="train-k3",
+        model=model_preset("k3"),
+        length=Length(seconds=600.0, num_steps=100_000),
+        batch_tokens=2**26,
+        micro_tokens=2**20,
+        stages=PAPER_STAGES,
+        schedule=Schedule(kind="cosine"),
+    )
+
+
+RECIPES: dict[str, Callable[[], PretrainConfig]] = {
+    "nano": nano,
+    "nano-long": nano_long,
+    "micro": micro,
+    "mini": mini,
+    "k3": k3,
+}
 
 
 def pretrain_on_text(
@@ -94,17 +144,30 @@ def pretrain_on_text(
     command: Sequence[str],
     console: Console,
     show: Callable[[Outcome], None] = lambda outcome: None,
-) -> Outcome:
+    world: World = ALONE,
+) -> Outcome | None:
     """Read and split the text, train or go on, score the exported checkpoint, plot; everything into a folder of `out`.
 
     `name` None: the recipe's, with a number behind it where that is taken. `command` goes into run.json: what to type
     to go on. An unfinished run of the same arguments and the same text goes on where it was last saved. `show` has the
-    folder last; only then is the run finished.
+    folder last; only then is the run finished. Of several processes the first reads the text, and the others train on
+    the tokens it wrote; they return None. Raises ValueError for a model larger than the memory, and RuntimeError when
+    a process was lost.
     """
+    config.num_micro(world)
+    _check_memory(config, world)
+    if not world.is_first:
+        folder, heldout = world.from_first((Path(), None))
+        with _losses_told(folder, world):
+            pretrain(
+                config, open_shards(folder / TOKENS), heldout, None, folder, about={}, console=console, world=world
+            )
+        return None
     say = sayer(console)
     kind = torch.device(config.device).type
+    processes = "" if world.size == 1 else f"{world.size} processes, "
     say(
-        f"trivium {trivium.__version__} on {config.device}: backend {default_backend(kind)}, "
+        f"trivium {trivium.__version__} on {config.device}: {processes}backend {default_backend(kind)}, "
         f"{torch.get_num_threads()} threads"
     )
     text = gather_text(data, say=say)
@@ -113,7 +176,11 @@ def pretrain_on_text(
     with open_run(out, name or config.recipe, exact=name is not None, same=same, say=say) as (folder, goes_on):
         num_ranks = config.model.bos_token_id  # the control ids follow the ranks, [BOS] first
         corpus = build_corpus(
-            text, num_ranks=num_ranks, tokenizer=Tokenizer.from_folder(folder) if goes_on else None, say=say
+            text,
+            num_ranks=num_ranks,
+            tokenizer=Tokenizer.from_folder(folder) if goes_on else None,
+            folder=folder,
+            say=say,
         )
         say(
             f"tokenizer: {corpus.tokenizer.vocab_size} ids; {corpus.train.num_targets:,} tokens to train on, "
@@ -121,22 +188,25 @@ def pretrain_on_text(
             "bytes each"
         )
         write_heldout(folder, text.heldout)
-        result = pretrain(
-            config,
-            corpus.train,
-            corpus.heldout,
-            corpus.tokenizer,
-            folder,
-            about={"command": list(command), "data": text.about()},
-            console=console,
-            yardstick=f"gzip -9: {gzip_bpb(text.heldout):.3f}",
-        )
+        world.from_first((folder, corpus.heldout))
+        with _losses_told(folder, world):
+            result = pretrain(
+                config,
+                corpus.train,
+                corpus.heldout,
+                corpus.tokenizer,
+                folder,
+                about={"command": list(command), "data": text.about()},
+                console=console,
+                yardstick=f"gzip -9: {gzip_bpb(text.heldout):.3f}",
+                world=world,
+            )
         if result.interrupted:
             return Outcome(folder=folder, corpus=corpus, result=result, report=None)
         progress = result.progress
         say(f"done: {progress.step} steps, {progress.tokens:,} tokens, {progress.time_s:.0f} s")
         say("reading the checkpoint that was written")
-        exported = read_published(folder, device=config.device).model
+        exported = read_published(folder, device=world.device).model
         found = report(exported, corpus, seed=config.seed, say=say)
         update_run(folder, report=found.to_json())
         plot_runs([folder], folder / "plot.png")
@@ -144,6 +214,20 @@ def pretrain_on_text(
         show(outcome)
         update_run(folder, finished=True)
     return outcome
+
+
+@contextmanager
+def _losses_told(folder: Path, world: World) -> Iterator[None]:
+    """That a process was lost is told as what it is, and not as a broken connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not world.lost_one(error):
+            raise
+        raise RuntimeError(
+            f"process {world.rank} of {world.size} lost another one, and stops: {str(error).splitlines()[0]}; "
+            f"{folder / 'resume'} holds what was saved last, the same command goes on from there"
+        ) from error
 
 
 def _say_what_was_read(text: Text, say: Callable[[str], None]) -> None:
@@ -156,6 +240,16 @@ def _say_what_was_read(text: Text, say: Callable[[str], None]) -> None:
         f"text: {about['train_files']:,} files, {about['train_bytes'] / 1e6:.2f} MB to train on; "
         f"{about['heldout_files']:,} files, {about['heldout_bytes'] / 1e6:.2f} MB held out: {about['heldout']}"
     )
+
+
+def _check_memory(config: PretrainConfig, world: World) -> None:
+    wanted = count_params(config.model).total * _TRAINING_BYTES_PER_PARAMETER
+    held = _memory_bytes(config.device) * (world.size if config.device.startswith("cuda") else 1)
+    if wanted > held:
+        raise ValueError(
+            f"recipe: {config.recipe} wants {wanted / 2**30:,.1f} GiB to be trained, {config.device} has "
+            f"{held / 2**30:,.1f}; choose a smaller one"
+        )
 
 
 def _memory_bytes(device: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trivium.config import model_preset
 from trivium.train.pretrain import PretrainConfig
 from trivium.train.schedule import Length
+from trivium.train.stages import Stage
 
 NUM_THREADS = 2
 
@@ -21,11 +22,14 @@ def quickstart(*, minutes: float = 4.0, num_steps: int | None = None, seed: int 
         model=model_preset("nano"),
         length=Length(seconds=60 * minutes, num_steps=num_steps),
         batch_tokens=2048,
-        max_len=128,
+        stages=(Stage(max_len=128, share=1.0),),
         muon_lr=0.045,
         muon_momentum=0.85,
         adamw_lr=6e-3,
         adamw_betas=(0.9, 0.98),
+        weight_decay=0.0,
+        clip_norm=None,
+        balancing="exact",
         num_evals=max(2, round(2 * min(minutes, 1e6))),  # 1 s each: a thirtieth of the time
         seed=seed,
     )

@@ -6,10 +6,11 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy
 import torch
@@ -17,72 +18,138 @@ from rich.console import Console
 
 import trivium
 from trivium.checkpoint.published import write_published
-from trivium.checkpoint.resume import load_resume_point, save_resume_point
+from trivium.checkpoint.resume import ResumeWriter, load_resume_point
 from trivium.config import K3Config
+from trivium.data.batch import Batch
 from trivium.data.loader import Loader
-from trivium.data.pack import TokenStream
+from trivium.data.pack import TokenStream, make_batch, pieces
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.ops import cpu
-from trivium.train.groups import Group, build_optimisers, groups_table, parameter_groups
+from trivium.parallel.fsdp import gather_model, reshard_, shard_, share_of
+from trivium.parallel.remat import checkpoint_layers
+from trivium.parallel.world import ALONE, World
+from trivium.train.balance import QuantileBalancer
+from trivium.train.groups import build_optimisers, groups_table, parameter_groups
+from trivium.train.guard import SpikeGuard
 from trivium.train.heldout import Heldout, excerpt, score
-from trivium.train.log import RunLog, sayer
+from trivium.train.log import METRICS_FILE, NoLog, RunLog, sayer
 from trivium.train.loop import Progress, train_loop
-from trivium.train.point import restore_, take_point
+from trivium.train.point import Learner, restore_, take_point
+from trivium.train.probe import GradNorms, grad_norms, look
 from trivium.train.run_folder import read_run, update_run
-from trivium.train.schedule import TIMED_SHARE, Length, Schedule
+from trivium.train.schedule import Length, Schedule
+from trivium.train.stages import Stage, check_stages
+from trivium.train.step import StepResult, train_step
 
 # Pieces of this length stand for the held-out text while training: long enough that most of what a token could know
 # of its document is in it.
 _EXCERPT_LEN = 1024
+_LOOK_LEN = 256  # tokens that the layers are looked at with
+
+# How a run is laid out over time and machines: the same run under another layout, up to rounding.
+_LAYOUT = ("micro_tokens", "checkpoint_layers", "workers", "save_every_s", "tensorboard", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
     """A complete run. `recipe` is the name of the function that made it.
 
-    A step takes `batch_tokens` tokens, packed from pieces of documents of at most `max_len`. `muon_lr` goes with the
-    rule sqrt(max(1, out/in)). `num_evals` times on the way `eval_tokens` tokens of the held-out text are scored.
+    A step takes `batch_tokens` tokens of all processes together, in micro-batches of `micro_tokens` (None: one for each
+    process), packed from pieces of documents that are as long as the step's stage says. `muon_lr` goes with the rule
+    sqrt(max(1, out/in)); `weight_decay` is that of Muon's matrices, nothing else has one. `clip_norm` is the most that
+    the gradient's norm may be, `logit_limit` the most an attention logit of an MLA head may; None: no limit.
+    `compute_dtype` is what the matrices are multiplied in; weights, moments and what the model keeps in float32 stay
+    float32. `num_evals` times on the way `eval_tokens` tokens of the held-out text are scored; None: twice a minute, or
+    every 50 steps of a given number, but 2 to 50 times.
     """
 
     recipe: str
     model: K3Config
     length: Length
     batch_tokens: int = 2048
-    max_len: int = 128
+    micro_tokens: int | None = None
+    stages: tuple[Stage, ...] = (Stage(max_len=256, share=1.0),)
     muon_lr: float = 0.02
     adamw_lr: float = 6e-3
     muon_momentum: float = 0.95
     adamw_betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
+    per_head: bool = True
+    clip_norm: float | None = 1.0
+    logit_limit: float | None = 100.0
+    balancing: Literal["exact", "histogram"] = "histogram"
+    balance_ema: float = 0.0
     schedule: Schedule = field(default_factory=Schedule)
-    num_evals: int = 8
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_layers: bool = False
+    num_evals: int | None = None
     eval_tokens: int = 8192
     save_every_s: float = 30.0
+    workers: int = 1
+    tensorboard: bool = False
     device: str = "cpu"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "max_len", "num_evals", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: wanted at least 1, got {getattr(self, name)}")
+        for name in ("batch_tokens", "num_evals", "eval_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: wanted at least 1, got {value}")
+        if self.micro_tokens is not None and (self.micro_tokens < 1 or self.batch_tokens % self.micro_tokens):
+            raise ValueError(f"micro_tokens: wanted a part of {self.batch_tokens} tokens, got {self.micro_tokens}")
+        if self.workers < 0:
+            raise ValueError(f"workers: wanted at least 0, got {self.workers}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed: wanted a whole number in [0, 2^63), got {self.seed}")
-        for name in ("muon_lr", "adamw_lr", "save_every_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: wanted a number above 0, got {getattr(self, name)}")
+        for name in ("muon_lr", "adamw_lr", "save_every_s", "clip_norm", "logit_limit"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: wanted a number above 0, got {value}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay: wanted a number of at least 0, got {self.weight_decay}")
         for name, averages in (("muon_momentum", (self.muon_momentum,)), ("adamw_betas", self.adamw_betas)):
             if not all(0 <= average < 1 for average in averages):
                 raise ValueError(f"{name}: wanted numbers in [0, 1), got {averages}")
-        if self.length.num_steps is None and self.schedule.decay_from < TIMED_SHARE:
+        for name, known in (("balancing", ("exact", "histogram")), ("compute_dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
+        check_stages(self.stages, self.length.num_steps)
+        longest = self.stages[-1].max_len
+        if longest > (self.micro_tokens or self.batch_tokens):
             raise ValueError(
-                f"decay_from: a run by the clock times its first steps at the full rate and wants at least {TIMED_SHARE}"
-                f", got {self.schedule.decay_from}; give the number of steps, or a later decay"
+                f"stages: pieces of {longest} tokens do not fit into micro-batches of "
+                f"{self.micro_tokens or self.batch_tokens}"
             )
+        if self.length.num_steps is None:
+            self.schedule.check_clock()
 
     def arguments(self) -> dict[str, Any]:
-        """What run.json says, and what a run that goes on must agree with."""
-        return {name: value for name, value in asdict(self).items() if name not in ("recipe", "model", "seed")}
+        """What run.json says, and what a run that goes on must agree with: all that is not layout."""
+        left_out = ("recipe", "model", "seed", *_LAYOUT)
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+    def layout(self, world: World) -> dict[str, Any]:
+        """How it is run, which may change from one process to the next; only the last bits of the loss depend on it."""
+        return {"processes": world.size, **{name: getattr(self, name) for name in _LAYOUT}}
+
+    @property
+    def evals(self) -> int:
+        """How often the held-out text is scored on the way."""
+        if self.num_evals is not None:
+            return self.num_evals
+        steps = self.length.num_steps
+        return max(2, min(50, round(2 * min(self.length.seconds, 1e9) / 60) if steps is None else steps // 50))
+
+    def num_micro(self, world: World) -> int:
+        """Micro-batches a step, of all processes together. Raises ValueError when they cannot share them evenly."""
+        num_micro = self.batch_tokens // self.micro_tokens if self.micro_tokens else world.size
+        if num_micro % world.size or self.batch_tokens % num_micro:
+            raise ValueError(
+                f"micro_tokens: {world.size} processes cannot share {self.batch_tokens} tokens a step in micro-batches "
+                f"of {self.micro_tokens or self.batch_tokens // world.size}"
+            )
+        return num_micro
 
 
 class SavedTokenizer(Protocol):
@@ -95,9 +162,12 @@ class SavedTokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainResult:
-    """The trained model, how far it came, and whether it was asked to stop before the end."""
+    """How far a run came, and whether it was asked to stop before the end.
 
-    model: KimiK3
+    `model` is the trained model, whole on one device; None on processes that are not the first.
+    """
+
+    model: KimiK3 | None
     progress: Progress
     interrupted: bool
 
@@ -112,65 +182,75 @@ def pretrain(
     about: dict[str, Any],
     console: Console,
     yardstick: str = "",
+    world: World = ALONE,
 ) -> PretrainResult:
     """Train a model from its initialisation, or from the newest resume point of the folder, and write the checkpoint.
 
     `about` are fields of run.json that the caller knows: the command, and what the text was. Whatever way the process
     ends, what the last resume point holds is kept; a run that is asked to stop leaves a resume point and a checkpoint.
     run.json says "finished": false: the caller sets it when nothing of its own is left to do. `yardstick` is shown
-    beside the held-out figure.
+    beside the held-out figure. Collective; the first process alone writes, and the others' console should be quiet.
     """
     if tokenizer.vocab_size != config.model.vocab_size:
         raise ValueError(f"tokenizer: {tokenizer.vocab_size} ids, but vocab_size is {config.model.vocab_size}")
+    num_micro = config.num_micro(world)
     cpu.keep_memory()
-    model = KimiK3(config.model).to(config.device)
-    initialise_(model, config.seed)
-    groups = parameter_groups(
-        model.named_parameters(),
-        muon_lr=config.muon_lr,
-        adamw_lr=config.adamw_lr,
-        muon_momentum=config.muon_momentum,
-        adamw_betas=config.adamw_betas,
-        weight_decay=config.weight_decay,
-    )
-    optimisers = build_optimisers(groups)
-    loader = Loader(
-        train, max_len=config.max_len, num_tokens=config.batch_tokens, seed=config.seed, source=config.recipe
-    )
-    console.print(groups_table(groups))
-
     say = sayer(console)
-    before = _begin(folder, config, tokenizer, about, say)
+    learner, make_step = _build(config, train, num_micro, world, say)
+    console.print(groups_table(learner.groups))
+
+    before = world.from_first(_begin(folder, config, tokenizer, about, world, say) if world.is_first else {})
     point = load_resume_point(folder, say)
     start = Progress(num_steps=before["planned_steps"])
     if point is not None:
-        start = restore_(point, model, groups, optimisers, loader, before["planned_steps"])
+        start = restore_(point, learner, before["planned_steps"])
         say(f"going on from step {start.step} of {start.num_steps or '?'}")
 
-    keeper = _Keeper(model, groups, optimisers, loader, folder, excerpt(heldout, config.eval_tokens, _EXCERPT_LEN), say)
+    part = excerpt(heldout, config.eval_tokens, _EXCERPT_LEN)
     begun_s = time.monotonic()
-    now = keeper.evaluate()
+    now = score(learner.model, part)
+    reshard_(learner.model)
     eval_s = time.monotonic() - begun_s
     say(
         f"held out before {'training' if point is None else 'going on'}: {now.loss:.3f} nats a token, {now.bpb:.3f} bits per byte"
     )
-    with RunLog(folder / "metrics.jsonl", console, step=start.step, yardstick=yardstick) as log:
+    writer = ResumeWriter(folder)
+    metrics = folder / METRICS_FILE
+    log = (
+        RunLog(metrics, console, step=start.step, yardstick=yardstick, tensorboard=config.tensorboard)
+        if world.is_first
+        else NoLog()
+    )
+    with log:
         progress, interrupted = train_loop(
-            model,
-            loader,
-            optimisers,
+            make_step,
+            learner.loader,
+            learner.optimisers,
             config.schedule,
+            config.stages,
             config.length,
             log,
-            keeper,
+            _Keeper(learner, writer, log, folder, part, world, say),
             start,
-            num_evals=config.num_evals,
+            num_evals=config.evals,
             eval_s=eval_s,
             save_every_s=config.save_every_s,
+            world=world,
         )
-    write_published(model, folder)
-    update_run(folder, steps=progress.step, tokens=progress.tokens, time_s=round(progress.time_s, 1))
-    return PretrainResult(model=model, progress=progress, interrupted=interrupted)
+        writer.finish()
+    learner.loader.close()
+    one = gather_model(learner.model, world)
+    if one is not None:
+        write_published(one, folder)
+        update_run(
+            folder,
+            steps=progress.step,
+            tokens=progress.tokens,
+            time_s=round(progress.time_s, 1),
+            skipped_steps=progress.skipped,
+        )
+    world.wait()
+    return PretrainResult(model=one, progress=progress, interrupted=interrupted)
 
 
 def identity(config: PretrainConfig, fingerprint: str) -> dict[str, Any]:
@@ -184,35 +264,106 @@ def identity(config: PretrainConfig, fingerprint: str) -> dict[str, Any]:
     }
 
 
+def _build(
+    config: PretrainConfig, train: TokenStream, num_micro: int, world: World, say: Callable[[str], None]
+) -> tuple[Learner, Callable[..., StepResult]]:
+    """All that a step moves, at its beginning, and the step."""
+    compute_dtype = None if config.compute_dtype == "float32" else getattr(torch, config.compute_dtype)
+    with torch.device("meta"):
+        model = KimiK3(config.model, dtype=torch.float32, compute_dtype=compute_dtype)
+    recomputed = checkpoint_layers(model) if config.checkpoint_layers else None
+    shard_(model, world)
+    model.to_empty(device=world.device)
+    initialise_(model, config.seed, place=share_of)
+    groups = parameter_groups(
+        model,
+        muon_lr=config.muon_lr,
+        adamw_lr=config.adamw_lr,
+        muon_momentum=config.muon_momentum,
+        adamw_betas=config.adamw_betas,
+        weight_decay=config.weight_decay,
+        per_head=config.per_head,
+    )
+    learner = Learner(
+        model=model,
+        groups=groups,
+        optimisers=build_optimisers(groups),
+        loader=Loader(
+            train,
+            max_len=config.stages[0].max_len,
+            micro_tokens=config.batch_tokens // num_micro,
+            num_micro=num_micro,
+            seed=config.seed,
+            source=config.recipe,
+            rank=world.rank,
+            num_ranks=world.size,
+            workers=config.workers,
+        ),
+        guard=SpikeGuard(say=say),
+    )
+    step = partial(
+        train_step,
+        model,
+        optimisers=learner.optimisers,
+        balancer=QuantileBalancer(world, method=config.balancing, ema=config.balance_ema),
+        world=world,
+        clip_norm=config.clip_norm,
+        logit_limit=config.logit_limit,
+        guard=learner.guard,
+        recomputed=recomputed,
+    )
+
+    def make_step(batches: Iterable[Batch], **look: Any) -> StepResult:
+        return step([batch.to(world.device) for batch in batches], **look)
+
+    return learner, make_step
+
+
 class _Keeper:
     """`loop.Keeper` for a run folder."""
 
     def __init__(
         self,
-        model: KimiK3,
-        groups: Sequence[Group],
-        optimisers: Sequence[torch.optim.Optimizer],
-        loader: Loader,
+        learner: Learner,
+        writer: ResumeWriter,
+        log: RunLog,
         folder: Path,
         heldout: TokenStream,
+        world: World,
         say: Callable[[str], None],
     ) -> None:
-        self._model, self._groups, self._optimisers, self._loader = model, groups, optimisers, loader
-        self._folder, self._heldout, self._say = folder, heldout, say
+        self._learner, self._writer, self._log = learner, writer, log
+        self._folder, self._heldout, self._world, self._say = folder, heldout, world, say
+        self._sample = make_batch(heldout, pieces(heldout, _LOOK_LEN)[:1], "held out").to(world.device)
+        self._grads: GradNorms | None = None
 
-    def evaluate(self) -> Heldout:
-        return score(self._model, self._heldout)
+    def look(self, model: KimiK3) -> None:
+        self._grads = grad_norms(model, self._world)
+
+    def evaluate(self, step: int, tokens: int) -> Heldout:
+        model = self._learner.model
+        found = score(model, self._heldout)
+        assert self._grads is not None, "a step that is evaluated was looked at"
+        self._log.write_layers(look(model, self._sample, step=step, tokens=tokens, grads=self._grads))
+        reshard_(model)
+        return found
 
     def plan(self, num_steps: int) -> None:
-        update_run(self._folder, planned_steps=num_steps)
+        if self._world.is_first:
+            update_run(self._folder, planned_steps=num_steps)
         self._say(f"{num_steps} steps fit into the time; from here on their number counts, and not the clock")
 
     def save(self, progress: Progress) -> None:
-        save_resume_point(self._folder, take_point(self._model, self._groups, self._optimisers, self._loader, progress))
+        self._writer.save(take_point(self._learner, progress))
 
 
 def _begin(
-    folder: Path, config: PretrainConfig, tokenizer: SavedTokenizer, about: dict[str, Any], say: Callable[[str], None]
+    folder: Path,
+    config: PretrainConfig,
+    tokenizer: SavedTokenizer,
+    about: dict[str, Any],
+    world: World,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """run.json of a run that starts, or of the one that goes on here."""
     versions = {
@@ -222,12 +373,14 @@ def _begin(
         "python": platform.python_version(),
         "platform": sys.platform,
     }
-    threads = torch.get_num_threads()
+    here = {"threads": torch.get_num_threads(), "versions": versions, "layout": config.layout(world)}
     if (folder / "run.json").exists():
         there = read_run(folder)
-        for name, got, now in (("threads", there["threads"], threads), ("versions", there["versions"], versions)):
-            if got != now:
-                say(f"{name} differ, and so may the last bits of the loss: {got} when the run began, {now} now")
+        for name, now in here.items():
+            if there.get(name) != now:
+                say(
+                    f"{name} differ, and so may the last bits of the loss: {there.get(name)} when the run began, {now} now"
+                )
         return there
     tokenizer.save(folder)
     update_run(
@@ -239,8 +392,7 @@ def _begin(
         planned_steps=config.length.num_steps,
         finished=False,
         chat_format=None,
-        threads=threads,
-        versions=versions,
+        **here,
         **about,
     )
     return read_run(folder)

@@ -1,96 +1,128 @@
-"""One optimiser step over any number of batches."""
+"""One optimiser step over any number of batches, of any number of processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trivium.data.batch import Batch
 from trivium.model.kimi_k3 import KimiK3
-from trivium.ops.balance import count_experts, idle_experts, max_violation, quantile_balance_
+from trivium.parallel.fsdp import whole
+from trivium.parallel.remat import Recomputed
+from trivium.parallel.world import ALONE, World
+from trivium.train.balance import Balance, Balancer
+from trivium.train.guard import SpikeGuard
 from trivium.train.loss import cross_entropy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Balance:
-    """How the step's tokens were spread over the experts.
-
-    `max_vio` is the largest over the layers of (tokens of the busiest expert / mean) − 1, `idle_experts` how many took
-    no token, over all layers.
-    """
-
-    max_vio: float
-    idle_experts: int
+from trivium.train.qk_clip import clip_logits_, watch_logits_
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did. `loss` is nats a weighted token, `grad_norm` the 2-norm over all gradients before the update."""
+    """What a step did, over all processes.
+
+    `loss` is nats a weighted token, `grad_norm` the 2-norm over all gradients before they were clipped. `skipped` is
+    why the step was not applied, None where it was; then there is no `balance` either. `clipped_heads` are the MLA
+    heads whose logits were over the limit.
+    """
 
     loss: float
     grad_norm: float
     num_tokens: int
     num_bytes: int
-    balance: Balance
+    balance: Balance | None
+    skipped: str | None = None
+    clipped_heads: int = 0
 
 
-def train_step(model: KimiK3, batches: Sequence[Batch], optimisers: Sequence[torch.optim.Optimizer]) -> StepResult:
-    """Loss = Σ weight·nll / Σ weight over all the batches; gradients, update, and then the experts are balanced.
+def train_step(
+    model: KimiK3,
+    batches: Sequence[Batch],
+    optimisers: Sequence[torch.optim.Optimizer],
+    *,
+    balancer: Balancer,
+    world: World = ALONE,
+    clip_norm: float | None = None,
+    logit_limit: float | None = None,
+    guard: SpikeGuard | None = None,
+    recomputed: Recomputed | None = None,
+    look: Callable[[KimiK3], None] | None = None,
+) -> StepResult:
+    """Loss = Σ weight·nll / Σ weight over all batches of all processes; gradients, update, then the experts are balanced.
 
-    However the tokens are cut into batches, the step is the same. Raises ValueError when no token has a weight, and
-    FloatingPointError, before any weight moves, when the loss or a gradient is not finite.
+    However the tokens are cut into batches and spread over processes, the step is the same. Gradients are scaled down
+    to a global norm of `clip_norm`, and the weights of an MLA head so that its largest logit was `logit_limit`. A step
+    that `guard` objects to is not applied: no weight, moment or bias moves. Without a guard a loss or gradient that is
+    not finite raises FloatingPointError instead. `look` sees the model between the gradients and the update.
+
+    Collective. Raises ValueError when no token has a weight, and RuntimeError when layers that were to be run again for
+    their gradients (`recomputed`) were not.
     """
-    total_weight = sum(float(batch.weight_T.sum()) for batch in batches)
-    if not total_weight > 0:
-        raise ValueError(f"step: wanted tokens with a weight above 0, the weights of {len(batches)} batches sum to 0")
     if any(batch.logprobs_T is not None or batch.advantage_T is not None for batch in batches):
         raise ValueError("step: logprobs_T and advantage_T are not read by this loss, a batch has them")
+    total_weight, num_tokens, num_bytes = world.sum(
+        [
+            float(sum(batch.weight_T.sum() for batch in batches)),
+            float(sum(batch.rows.num_tokens for batch in batches)),
+            float(sum(batch.num_bytes for batch in batches)),
+        ]
+    )
+    if not total_weight > 0:
+        raise ValueError(f"step: wanted tokens with a weight above 0, the weights of {len(batches)} batches sum to 0")
+    # Nothing is left of a step that was given up, nor of a forward that belonged to none.
     model.train()
-    for optimiser in optimisers:
-        optimiser.zero_grad(set_to_none=True)  # of a step that was given up
-    for layer in model.moe_layers():
-        layer.take_scores()  # of a forward that belonged to no step
-    loss = 0.0
+    _let_go(optimisers)
+    balancer.forget(model)
+    watch_logits_(model, logit_limit)
+    runs_again = recomputed.count if recomputed else 0
+    own_loss = 0.0
     for batch in batches:
         hidden_TD, _ = model(batch.ids_T, batch.rows, pixels=batch.pixels)
-        batch_loss = (
-            cross_entropy(hidden_TD, model.language_model.lm_head.weight, batch.targets_T, batch.weight_T)
-            / total_weight
+        share = batch.weight_T.sum() / total_weight
+        penalty = balancer.observe(model, batch.weight_T > 0)
+        nll = cross_entropy(hidden_TD, model.language_model.lm_head.weight, batch.targets_T, batch.weight_T)
+        batch_loss = nll / total_weight
+        (batch_loss if penalty is None else batch_loss + share * penalty).backward()
+        own_loss += batch_loss.item()
+    if recomputed and recomputed.count - runs_again != recomputed.num_layers * len(batches):
+        raise RuntimeError(
+            f"step: wanted {recomputed.num_layers} layers run again in each of {len(batches)} backwards, "
+            f"got {recomputed.count - runs_again} in all"
         )
-        batch_loss.backward()
-        loss += batch_loss.item()
+    (loss,) = world.sum([own_loss])
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    grad_norm = float(torch.nn.utils.get_total_norm(grads))
+    grad_norm = float(whole(torch.nn.utils.get_total_norm(grads)))
+    if look is not None:
+        look(model)
+    about = {"loss": loss, "grad_norm": grad_norm, "num_tokens": int(num_tokens), "num_bytes": int(num_bytes)}
+    reason = _objection(loss, grad_norm, guard)
+    if reason is not None:
+        balancer.forget(model)
+        _let_go(optimisers)
+        return StepResult(**about, balance=None, skipped=reason)
+    if clip_norm is not None and grad_norm > clip_norm:
+        for grad in grads:
+            grad.mul_(clip_norm / grad_norm)
+    for optimiser in optimisers:
+        optimiser.step()
+    _let_go(optimisers)
+    clipped_heads = clip_logits_(model, logit_limit, world) if logit_limit is not None else 0
+    return StepResult(**about, balance=balancer.update_(model), clipped_heads=clipped_heads)
+
+
+def _let_go(optimisers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimiser in optimisers:
+        optimiser.zero_grad(set_to_none=True)
+
+
+def _objection(loss: float, grad_norm: float, guard: SpikeGuard | None) -> str | None:
+    """All processes have the same two numbers, and so come to the same answer."""
+    if guard is not None:
+        return guard.judge(loss, grad_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise FloatingPointError(
             f"step: the loss is {loss:g} and the gradient's norm {grad_norm:g}, wanted finite ones"
         )
-    for optimiser in optimisers:
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-    return StepResult(
-        loss=loss,
-        grad_norm=grad_norm,
-        num_tokens=sum(batch.rows.num_tokens for batch in batches),
-        num_bytes=sum(batch.num_bytes for batch in batches),
-        balance=balance_experts_(model, torch.cat([batch.weight_T for batch in batches]) > 0),
-    )
-
-
-@torch.no_grad()
-def balance_experts_(model: KimiK3, counts_T: torch.Tensor) -> Balance:
-    """Set every MoE layer's selection bias by quantile balancing over the scores of the tokens that count."""
-    max_vio, idle = 0.0, 0
-    for layer in model.moe_layers():
-        bias_E = layer.gate.e_score_correction_bias
-        score_NE = torch.cat(layer.take_scores())[counts_T]
-        num_active = model.config.moe.num_experts_per_token
-        # Of the routes as they were taken: before the bias moves.
-        count_E = count_experts(score_NE, bias_E, num_active)
-        max_vio = max(max_vio, max_violation(count_E))
-        idle += idle_experts(count_E)
-        quantile_balance_(bias_E, score_NE, num_active)
-    return Balance(max_vio=max_vio, idle_experts=idle)
+    return None

@@ -25,7 +25,7 @@ def latent_expanded(
     """`latent_attention` with keys and values written out per head: for training, and prompts."""
     _, H, K = q_nope_THK.shape
     scale = (K + q_rest_THJ.shape[-1]) ** -0.5
-    table = _blocks(rows, BLOCK)
+    table = block_table(rows, BLOCK)
     q_THX = torch.cat([q_nope_THK, q_rest_THJ], dim=-1)
     # Blocks first, then the product: it never has fewer than 64 rows, whose bits would differ from those of many.
     kv_MJHX = (table.keys.gather(latent_UR) @ kv_b_HXR.flatten(0, 1).T).unflatten(-1, (H, -1))
@@ -50,7 +50,7 @@ def latent_absorbed(
     q_latent_THR = (q_nope_THK.transpose(0, 1) @ W_k_HKR).transpose(0, 1)
     q_THX = torch.cat([q_latent_THR, q_rest_THJ], dim=-1)
     k_UX = torch.cat([latent_UR, shared_key_UJ], dim=-1)
-    table = _blocks(rows, next(size for size in (1, TILE, BLOCK) if rows.max_len <= size or size == BLOCK))
+    table = block_table(rows, next(size for size in (1, TILE, BLOCK) if rows.max_len <= size or size == BLOCK))
     N, C = table.queries.index_NC.shape
     key_N1CX = table.keys.gather(k_UX)[:, None]
     context_N1XR = _Attend.apply(
@@ -82,7 +82,7 @@ class _Blocks:
     steps: tuple[_Step, ...]
 
 
-def _blocks(rows: Rows, query_size: int) -> _Blocks:
+def block_table(rows: Rows, query_size: int) -> _Blocks:
     """The meetings of all blocks, worked out on the host once per Rows and query size."""
     return rows.table(("attention", query_size), lambda: _make_blocks(rows, query_size))
 
@@ -112,7 +112,7 @@ def _make_blocks(rows: Rows, query_size: int) -> _Blocks:
     return _Blocks(queries=queries, keys=keys, query_size=query_size, steps=tuple(steps))
 
 
-def _scores(q_NGIX: Tensor, k_NGJX: Tensor, step: _Step, table: _Blocks, scale: float) -> Tensor:
+def block_scores(q_NGIX: Tensor, k_NGJX: Tensor, step: _Step, table: _Blocks, scale: float) -> Tensor:
     """Scaled scores of one step, -inf at later keys. Rows I are query_size tokens, or heads times that."""
     score_NGIJ = (q_NGIX @ k_NGJX.transpose(-1, -2)) * scale
     if len(step.edge_at):
@@ -136,7 +136,7 @@ class _Attend(torch.autograd.Function):
         peak_NGI1 = q.new_full((*q.shape[:3], 1), -torch.inf)
         for step in table.steps:
             at = step.query_at
-            score_NGIJ = _scores(q[at], k[step.key_at], step, table, scale)
+            score_NGIJ = block_scores(q[at], k[step.key_at], step, table, scale)
             old_peak = peak_NGI1[at]
             # Key 0 is no query's future, so after the first block every peak is finite.
             peak = torch.maximum(old_peak, score_NGIJ.amax(-1, keepdim=True))
@@ -160,7 +160,7 @@ class _Attend(torch.autograd.Function):
         along_NGI1 = (do_NGIV * o_NGIV).sum(-1, keepdim=True)
         for step in ctx.table.steps:
             at, key_at = step.query_at, step.key_at
-            weight_NGIJ = (_scores(q[at], k[key_at], step, ctx.table, ctx.scale) - log_NGI1[at]).exp()
+            weight_NGIJ = (block_scores(q[at], k[key_at], step, ctx.table, ctx.scale) - log_NGI1[at]).exp()
             do = do_NGIV[at]
             dv.index_add_(0, key_at, weight_NGIJ.transpose(-1, -2) @ do)
             dweight_NGIJ = do @ v[key_at].transpose(-1, -2)

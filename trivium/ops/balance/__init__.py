@@ -86,8 +86,9 @@ def quantile_balance_(bias_E: Tensor, score_NE: Tensor, num_active: int) -> None
 
 def count_experts(score_NE: Tensor, bias_E: Tensor, num_active: int) -> Tensor:
     """How many of the N tokens take each expert, int64 [E]."""
-    experts_NA = select_experts(score_NE, bias_E, num_active)
-    return experts_NA.flatten().bincount(minlength=score_NE.shape[1])
+    expert_X = select_experts(score_NE, bias_E, num_active).flatten()
+    one_X = torch.ones_like(expert_X)
+    return one_X.new_zeros(len(bias_E)).scatter_add_(0, expert_X, one_X)  # bincount reads its largest id back
 
 
 def max_violation(count_E: Tensor) -> float:

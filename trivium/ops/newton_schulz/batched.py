@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trivium.ops.newton_schulz.reference import COEFFICIENTS, EPS, NUM_STEPS
+from trivium.ops.newton_schulz.reference import COEFFICIENTS, EPS
 
 
 def newton_schulz_batched(stack_NOI: Tensor) -> Tensor:
-    a, b, c = COEFFICIENTS
     x_NOI = stack_NOI / stack_NOI.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
-    for _ in range(NUM_STEPS):
+    for a, b, c in COEFFICIENTS:
         gram_NOO = x_NOI @ x_NOI.mT
         poly_NOO = gram_NOO.baddbmm(gram_NOO, gram_NOO, beta=b, alpha=c)
         x_NOI = x_NOI.baddbmm(poly_NOO, x_NOI, beta=a)

@@ -1,0 +1,1 @@
+"""Experiments that reproduce published claims, and the baselines they need."""
