@@ -46,3 +46,7 @@ def test_runs_are_kept_and_the_page_written_once_all_are_there(place, capsys):
     before = (place / "docs/lab/toy.md").read_text()
     code, out, _ = main(capsys, "lab", "toy", "--seeds", "1")
     assert code == 0 and "at a time" not in out and (place / "docs/lab/toy.md").read_text() == before
+    # And from the runs beside it alone.
+    (place / "docs/lab/toy.md").unlink()
+    assert main(capsys, "lab", "toy", "--redraw", "--out", "none") == (0, "written to docs/lab/toy.md\n", "")
+    assert (place / "docs/lab/toy.md").read_text() == before and not (place / "none").exists()

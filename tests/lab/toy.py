@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from trivium.lab.experiment import Column, Experiment, Panel, Result, Variant, at_most
+from trivium.lab.experiment import Column, Experiment, Panel, Picture, Result, Variant, at_most
 
 
 def run(variant, seed, folder, say):
@@ -33,7 +33,13 @@ TOY = Experiment(
     run=run,
     judge=judge,
     columns=(Column(number="final", heading="final", digits=2), Column(number="bad", heading="bad", digits=2)),
-    panels=lambda results: [Panel(title="loss", lines=(("low", "low", "loss"), ("high", "high", "loss")), x="step")],
+    pictures=lambda results: [
+        Picture(
+            title="Loss",
+            x="step",
+            panels=(Panel(title="loss", lines=(("low", "low", "loss"), ("high", "high", "loss"))),),
+        )
+    ],
     noise="final",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import traceback
@@ -14,7 +15,8 @@ import torch.multiprocessing as mp
 
 from trivium.parallel.world import open_world
 
-_TIMEOUT_S = 120.0
+_LOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "trivium.train.pretrain"]
+_TIMEOUT_S = 300.0
 
 
 def on_processes(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -22,7 +24,8 @@ def on_processes(size: int, function: Callable[..., Any], *arguments: Any) -> li
 
     Raises RuntimeError with the traceback of the first that failed.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # what it has loaded once, no process loads again
+    context.set_forkserver_preload(_LOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,7 +37,7 @@ def on_processes(size: int, function: Callable[..., Any], *arguments: Any) -> li
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    answers = [pipe.recv() if pipe.poll(_TIMEOUT_S) else (False, "no answer in time") for pipe in pipes]
+    answers = [_answer(pipe) for pipe in pipes]
     for process in processes:
         process.join(10)
         process.kill()
@@ -42,6 +45,19 @@ def on_processes(size: int, function: Callable[..., Any], *arguments: Any) -> li
         if not done:
             raise RuntimeError(f"process {rank} of {size}: {value}")
     return [value for _, value in answers]
+
+
+def _answer(pipe: Connection) -> tuple[bool, Any]:
+    if not pipe.poll(_TIMEOUT_S):
+        return False, "no answer in time"
+    return torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+
+
+def _tell(pipe: Connection, done: bool, value: Any) -> None:
+    """As bytes: a tensor in a pipe is a piece of memory that its sender must live to share."""
+    content = io.BytesIO()
+    torch.save((done, value), content)
+    pipe.send_bytes(content.getvalue())
 
 
 def _run(
@@ -53,6 +69,6 @@ def _run(
     torch.set_num_threads(1)
     try:
         with open_world("cpu") as world:
-            pipe.send((True, function(world, *arguments)))
+            _tell(pipe, True, function(world, *arguments))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        _tell(pipe, False, traceback.format_exc())

@@ -45,6 +45,11 @@ def test_what_straddles_goes_to_the_least_loaded_of_its_holders():
     assert all(each.anything_sent for each in found)
 
 
+def test_who_holds_nothing_is_no_holder():
+    found = exchanges(places_of(*[((4, 5), Blocks())] * 4), [[0, 2, 2, 4]] * 4, 3)
+    assert [len(each.gathered) for each in found] == [2, 0, 2]
+
+
 def test_equal_matrices_are_shared_out_evenly():
     found = exchanges(places_of(*[((8, 5), Blocks())] * 6), [[0, 3, 6, 8, 8]] * 6, 4)
     assert [len(each.gathered) for each in found] == [2, 2, 2, 0]  # the last holds nothing

@@ -48,7 +48,7 @@ class Course:
         shard_(self.model, world)
         self.model.to_empty(device="cpu")
         initialise_(self.model, 0, place=share_of)
-        self.optimisers = build_optimisers(parameter_groups(self.model, muon_lr=0.02, adamw_lr=0.003))
+        self.optimisers = build_optimisers(parameter_groups(self.model, muon_lr=0.005, adamw_lr=0.001))
         self.balancer = QuantileBalancer(world, method=method)
         self.loader = Loader(
             stream_of(),

@@ -102,6 +102,8 @@ CUTS = [
     ((14, 10), Blocks(rows=(11, 3))),
     ((15, 10), Blocks(rows=(3, 2, 3, 2, 3, 2))),
     ((9, 8), Blocks(rows=(2, 4, 3), columns=(5, 3))),
+    ((6, 8), Blocks(rows=(3, 3), columns=(4, 4))),
+    ((11, 10), Blocks(rows=(3, 2, 3, 3))),  # three of one height, at unequal distances
     ((3, 8, 6), Blocks(rows=(4, 4))),
     ((2, 3, 4, 6), Blocks(columns=(2, 1, 3))),
     ((6, 4), Blocks(rows=(1,) * 6)),

@@ -9,7 +9,6 @@ import typer
 
 
 def lab(
-    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="the experiment; without it, all are listed")] = None,
     seeds: Annotated[int | None, typer.Option(help="how many seeds of each variant; else the experiment's own")] = None,
     parallel: Annotated[int, typer.Option(help="how many runs at a time")] = 1,
@@ -19,38 +18,24 @@ def lab(
         "runs/lab"
     ),
     docs: Annotated[Path, typer.Option(help="folder of the pages")] = Path("docs/lab"),
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="write the page anew from the runs beside it; run nothing")
+    ] = False,
 ) -> None:
     """Make the runs of an experiment that are missing, and write its page when all are there.
 
     Each run is kept as it finishes. Ctrl-C loses only what is under way; the same command goes on.
     """
-    from trivium.lab.catalogue import EXPERIMENTS
+    from trivium.lab.lab import lab as run
 
-    if name is None:
-        for experiment in EXPERIMENTS.values():
-            typer.echo(f"{experiment.name:<10} {experiment.title}")
-        return
-    if name not in EXPERIMENTS:
-        raise ValueError(f"lab: wanted one of {', '.join(EXPERIMENTS)}, got {name!r}")
-    from trivium.lab.page import write_page
-    from trivium.lab.runner import run_missing
-
-    experiment = EXPERIMENTS[name]
-    num_seeds = experiment.num_seeds if seeds is None else seeds
-    results, complete, facts = run_missing(
-        experiment,
-        out,
-        num_seeds=num_seeds,
+    run(
+        name,
+        num_seeds=seeds,
         parallel=parallel,
         threads=threads,
-        say=typer.echo,
         variants=variant or (),
+        out=out,
+        docs=docs,
+        redraw=redraw,
+        say=typer.echo,
     )
-    if not complete:
-        typer.echo("some runs are still missing, so no page is written")
-        return
-    command = " ".join(["trivium", "lab", name, *([] if seeds is None else ["--seeds", str(seeds)])])
-    page = write_page(experiment, results, docs, num_seeds=num_seeds, facts=facts, command=command)
-    for verdict in experiment.judge(results):
-        typer.echo(f"{verdict.outcome}: {verdict.goal}: {verdict.found} (wanted {verdict.target})")
-    typer.echo(f"written to {page}")

@@ -5,13 +5,26 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from trivium.config import MoeConfig
 from trivium.data.loader import Loader
 from trivium.lab.baselines import AuxiliaryLoss, NoBalancing, SignRule
-from trivium.lab.experiment import Column, Experiment, Panel, Result, Results, Say, Variant, Verdict, at_most, rounded
+from trivium.lab.experiment import (
+    Column,
+    Experiment,
+    Panel,
+    Picture,
+    Result,
+    Results,
+    Say,
+    Variant,
+    Verdict,
+    at_most,
+    rounded,
+)
 from trivium.lab.text import LabText, prepare_text, read_text
 from trivium.lab.training import Recipe, fresh_model, small_model, train_on_text
 from trivium.model.kimi_k3 import KimiK3
@@ -145,19 +158,25 @@ def _beside_oracle(results: Results, name: str) -> Verdict:
     )  # fmt: skip
 
 
-def panels(results: Results) -> list[Panel]:
-    floor = results.estimate("quantile, exact", "noise_floor").mean
-    known = results.estimate("quantile, exact", "oracle").mean
+def pictures(results: Results) -> list[Picture]:
     names = [variant.name for variant in (*QUANTILE, *OTHERS)]
-    each = {curve: tuple((name, name, curve) for name in names) for curve in ("max_vio", "idle", "heldout", "loss")}
-    marks = (("draws by chance", floor), ("oracle", known))
+
+    def panel(title: str, curve: str, **given: Any) -> Panel:
+        return Panel(title=title, lines=tuple((name, name, curve) for name in names), **given)
+
+    marks = {
+        "draws by chance": results.estimate("quantile, exact", "noise_floor").mean,
+        "the oracle": results.estimate("quantile, exact", "oracle").mean,
+    }
+    balance = (
+        panel("MaxVio: busiest expert / mean − 1", "max_vio", log_y=True, marks=marks),
+        panel("experts without a token, over all layers", "idle"),
+    )
+    losses = (panel("held-out text, nats a token (an excerpt)", "heldout"), panel("training loss", "loss"))
     return [
-        Panel(title="MaxVio: busiest expert / mean − 1", lines=each["max_vio"], x="step", x_log=True, y_log=True, marks=marks,
-              y_range=(floor / 2, 20)),
-        Panel(title="experts without a token", lines=each["idle"], x="step", x_log=True),
-        Panel(title="held out, nats a token", lines=each["heldout"], x="tokens"),
-        Panel(title="training loss", lines=each["loss"], x="tokens"),
-    ]  # fmt: skip
+        Picture(title="How evenly the experts are used", x="step", log_x=True, panels=balance),
+        Picture(title="What the model learns", x="tokens", panels=losses),
+    ]
 
 
 EXPERIMENT = Experiment(
@@ -183,6 +202,6 @@ EXPERIMENT = Experiment(
         Column(number="idle_late", heading="most idle experts, step ≥ 5", digits=0),
         Column(number="oracle", heading="oracle's MaxVio", digits=3),
     ),
-    panels=panels,
+    pictures=pictures,
     noise="final",
 )

@@ -157,18 +157,22 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A part of the picture: lines (label, variant, curve), each the mean over the seeds; the seeds are thin lines.
-
-    `x_log`, `y_log`: log axes. `marks` are horizontal lines (label, height).
-    """
+    """Lines (label, variant, curve), each the mean over its seeds with a band; `marks` are heights by name."""
 
     title: str
     lines: tuple[tuple[str, str, str], ...]
+    log_y: bool = False
+    marks: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Panels over the same x, one below the other; a label has one colour in all of them."""
+
+    title: str
     x: str
-    x_log: bool = False
-    y_log: bool = False
-    marks: tuple[tuple[str, float], ...] = ()
-    y_range: tuple[float, float] | None = None
+    panels: tuple[Panel, ...]
+    log_x: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,7 @@ class Experiment:
     run: Callable[[Variant, int, Path, Say], Result]
     judge: Callable[[Results], list[Verdict]]
     columns: tuple[Column, ...]
-    panels: Callable[[Results], list[Panel]]
+    pictures: Callable[[Results], list[Picture]]
     noise: str
     num_seeds: int = 3
     shown: Callable[[Results], list[str]] | None = None

@@ -15,6 +15,7 @@ from trivium.lab.experiment import (
     Column,
     Experiment,
     Panel,
+    Picture,
     Result,
     Results,
     Say,
@@ -45,8 +46,8 @@ class Stage:
 MODEL = small_model(num_layers=3)
 RECIPE = Recipe(num_steps=1500, step_tokens=2048, max_len=256)
 # Ids of control tokens, which no text holds. All answers together weigh a little more than the text: of 64 keys, at a
-# weight of 4, nothing was found after 200 steps of 2,048 tokens at length 256; like this, in texts of 64 alone, three
-# of four needles after 300 steps of 1,024.
+# weight of 4, nothing was found after 200 steps of 2,048 tokens at length 256; like this, in texts of 64 alone, .73 of
+# the needles after 300 steps of 1,024, and .98 after 1,000.
 TASK = Needles(first_key=VOCAB_SIZE - 128, num_keys=32, first_value=VOCAB_SIZE - 64, num_values=32, answer_weight=16.0)
 NUM_PAIRS = 16
 # In the first stage half of the tokens are in texts so short, where there is less to find a needle in.
@@ -168,7 +169,6 @@ def judge(results: Results) -> list[Verdict]:
     return [
         at_least(f"needles found at {GOAL}, after {extra:.0%} more tokens, mean over depths", results.estimate(GROWN, at_goal), 0.9, 3),
         at_least(f"the same, the worst of {NUM_PAIRS} depths", results.estimate(GROWN, "worst"), 0.9, 3),
-        at_least(f"the same, more than with {FIRST} alone", results.difference(GROWN, SHORT, at_goal), 0, 3, wanted="> 0"),
         at_least(f"needles found at {LENGTHS[-1]}, at the end", results.estimate(GROWN, f"{LENGTHS[-1]}, {MOMENTS[2]}"), 0.9, 3),
         at_most(
             f"held-out loss from position {GOAL} on, less that at {FIRST // 2} to {FIRST}", results.estimate(GROWN, "rise"), 0.05, 3
@@ -188,18 +188,22 @@ def notes(results: Results) -> list[str]:
     return [f'Needles found by depth and length, "{GROWN}", at the end, mean over seeds:', "\n".join(lines)]
 
 
-def panels(results: Results) -> list[Panel]:
+def pictures(results: Results) -> list[Picture]:
     names = [variant.name for variant in VARIANTS]
-    by_length = tuple((f"{name}, {moment}", name, moment) for name in names for moment in MOMENTS[1:])
+    by_length = (
+        (MOMENTS[0], GROWN, MOMENTS[0]),
+        *((f"{n}, {moment}", n, moment) for n in names for moment in MOMENTS[1:]),
+    )
+    by_depth = tuple((f"{length:,} tokens", GROWN, f"depth {length}") for length in LENGTHS)
     return [
-        Panel(title="needles found by length", x="tokens a text", x_log=True, y_range=(0, 1.05),
-              lines=((MOMENTS[0], GROWN, MOMENTS[0]), *by_length), marks=(("goal", 0.9),)),
-        Panel(title=f"needles found by depth, {GROWN}, at the end", x="depth, share of the text", y_range=(0, 1.05),
-              lines=tuple((f"{length:,} tokens", GROWN, f"depth {length}") for length in LENGTHS)),
-        Panel(title="held out, nats a token, by position", x="position", x_log=True,
-              lines=tuple((name, name, "position") for name in names)),
-        Panel(title=f"needles found at {FIRST} while the first stage trains", x="tokens", y_range=(0, 1.05),
-              lines=tuple((name, name, "learnt") for name in names)),
+        Picture(title="Needles found by length", x="tokens a text", log_x=True, panels=(
+            Panel(title="share of the needles, mean over depths", lines=by_length, marks={"goal": 0.9}),)),
+        Picture(title=f"Needles found by depth, {GROWN}, at the end", x="depth, share of the text", panels=(
+            Panel(title="share of the needles", lines=by_depth),)),
+        Picture(title="Loss by position", x="position in the text", log_x=True, panels=(
+            Panel(title="held-out text, nats a token", lines=tuple((name, name, "position") for name in names)),)),
+        Picture(title="The first stage", x="tokens", panels=(
+            Panel(title=f"share of the needles found at {FIRST}", lines=tuple((name, name, "learnt") for name in names)),)),
     ]  # fmt: skip
 
 
@@ -236,7 +240,7 @@ EXPERIMENT = Experiment(
           for length in (GOAL, LENGTHS[-1])),
         Column(number="rise", heading=f"loss past {GOAL:,} less loss to {FIRST}", digits=3),
     ),
-    panels=panels,
+    pictures=pictures,
     notes=notes,
     noise=f"{GOAL}, {MOMENTS[1]}",
 )  # fmt: skip

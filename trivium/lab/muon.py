@@ -15,6 +15,7 @@ from trivium.lab.experiment import (
     Experiment,
     Job,
     Panel,
+    Picture,
     Result,
     Results,
     Say,
@@ -163,13 +164,12 @@ def shown(results: Results) -> list[str]:
     return [name for name in results.variants if not name.startswith("tuning")]
 
 
-def panels(results: Results) -> list[Panel]:
-    names = shown(results)
-    rates = [
-        Panel(title=title, lines=tuple((name, name, curve) for name in names), x="tokens")
-        for title, curve in (("held out, nats a token (an excerpt)", "heldout"), ("training loss", "loss"))
-    ]
-    return rates
+def pictures(results: Results) -> list[Picture]:
+    panels = tuple(
+        Panel(title=title, lines=tuple((name, name, curve) for name in shown(results)))
+        for title, curve in (("held-out text, nats a token (an excerpt)", "heldout"), ("training loss", "loss"))
+    )
+    return [Picture(title="Muon beside AdamW", x="tokens", panels=panels)]
 
 
 EXPERIMENT = Experiment(
@@ -194,7 +194,7 @@ EXPERIMENT = Experiment(
         Column(number="max_vio", heading="median MaxVio", digits=2),
     ),
     shown=shown,
-    panels=panels,
+    pictures=pictures,
     notes=notes,
     noise="final",
 )

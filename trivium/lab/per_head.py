@@ -16,6 +16,7 @@ from trivium.lab.experiment import (
     Experiment,
     Job,
     Panel,
+    Picture,
     Result,
     Results,
     Say,
@@ -181,11 +182,13 @@ def notes(results: Results) -> list[str]:
     return ["Newton-Schulz of one matrix, whole and per head by turns in one process:", "\n".join(lines)]
 
 
-def panels(results: Results) -> list[Panel]:
+def pictures(results: Results) -> list[Picture]:
+    text = tuple((variant.name, variant.name, "heldout") for variant in LM)
     toy = tuple((name, variant.name, "worst") for name, variant in zip((WHOLE, PER_HEAD), TOY, strict=True))
+    skew = Panel(title="the worst head's relative error", lines=toy, log_y=True)
     return [
-        Panel(title="held out, nats a token", lines=tuple((v.name, v.name, "heldout") for v in LM), x="tokens"),
-        Panel(title="planted skew: the worst head's relative error", lines=toy, x="step"),
+        Picture(title="Text", x="tokens", panels=(Panel(title="held out, nats a token (an excerpt)", lines=text),)),
+        Picture(title="Planted skew", x="step", panels=(skew,)),
     ]
 
 
@@ -216,7 +219,7 @@ EXPERIMENT = Experiment(
         Column(number="worst", heading="worst head's error", digits=4),
         Column(number="ratio", heading="largest / smallest head update", digits=3),
     ),
-    panels=panels,
+    pictures=pictures,
     notes=notes,
     noise="final",
 )

@@ -52,9 +52,9 @@ class World:
         if self.size == 1:
             return numbers
         own_X = torch.tensor(numbers, dtype=torch.float64)
-        all_RX = own_X.new_empty(self.size, len(numbers))
+        all_RX = own_X.new_empty(self.size * len(numbers))
         dist.all_gather_into_tensor(all_RX, own_X)
-        return [sum(column) for column in all_RX.T.tolist()]
+        return [sum(column) for column in all_RX.view(self.size, -1).T.tolist()]
 
     def gather(self, tensor_NX: Tensor) -> list[Tensor]:
         """The tensors [N, ...] of all processes by rank; N may differ from one to the next."""

@@ -39,7 +39,7 @@ def score(model: KimiK3, stream: TokenStream, *, batch_tokens: int = 2048) -> He
     device = model.device
     # Longest first: what is short then fills up beside it.
     documents = sorted(
-        ((start, end - 1) for start, end in pairwise(stream.starts) if end - start > 1),
+        ((start, end - 1) for start, end in pairwise(stream.starts.tolist()) if end - start > 1),
         key=lambda span: span[0] - span[1],
     )
     if not documents:

@@ -222,22 +222,24 @@ def pretrain(
         else NoLog()
     )
     with log:
-        progress, interrupted = train_loop(
-            make_step,
-            learner.loader,
-            learner.optimisers,
-            config.schedule,
-            config.stages,
-            config.length,
-            log,
-            _Keeper(learner, writer, log, folder, part, world, say),
-            start,
-            num_evals=config.evals,
-            eval_s=eval_s,
-            save_every_s=config.save_every_s,
-            world=world,
-        )
-        writer.finish()
+        try:
+            progress, interrupted = train_loop(
+                make_step,
+                learner.loader,
+                learner.optimisers,
+                config.schedule,
+                config.stages,
+                config.length,
+                log,
+                _Keeper(learner, writer, log, folder, part, world, say),
+                start,
+                num_evals=config.evals,
+                eval_s=eval_s,
+                save_every_s=config.save_every_s,
+                world=world,
+            )
+        finally:
+            writer.finish()
     learner.loader.close()
     one = gather_model(learner.model, world)
     if one is not None:
