@@ -70,5 +70,5 @@ def _run(
     try:
         with open_world("cpu") as world:
             _tell(pipe, True, function(world, *arguments))
-    except BaseException:
+    except Exception:
         _tell(pipe, False, traceback.format_exc())

@@ -188,7 +188,7 @@ def made_by(threads: int) -> dict[str, Any]:
         "threads": threads,
         "backend": default_backend("cpu"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # pickled as it is, it would load torch in every process
         "trivium": trivium.__version__,
     }
 
