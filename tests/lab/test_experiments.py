@@ -206,7 +206,7 @@ def test_a_best_rate_at_the_edge_of_the_grid_is_said():
 
 def test_a_planted_skew_starves_heads_of_the_whole_matrix_alone():
     whole, by_head = (per_head.planted_skew(per_head=cut, seed=0).numbers for cut in (False, True))
-    assert by_head["ratio"] < 1.02 and whole["ratio"] > 1.2
+    assert by_head["ratio"] < 1.02 and whole["ratio"] > 1.1
     assert by_head["worst"] < 0.2 * whole["worst"]
 
 

@@ -225,8 +225,8 @@ def _losses_told(folder: Path, world: World) -> Iterator[None]:
         if not world.lost_one(error):
             raise
         raise RuntimeError(
-            f"process {world.rank} of {world.size} lost another one, and stops: {str(error).splitlines()[0]}; "
-            f"{folder / 'resume'} holds what was saved last, the same command goes on from there"
+            f"process {world.rank} of {world.size} lost touch with another one, and stops; {folder / 'resume'} holds "
+            "what was saved last, and the same command goes on from there"
         ) from error
 
 

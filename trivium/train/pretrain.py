@@ -22,7 +22,7 @@ from trivium.checkpoint.resume import ResumeWriter, load_resume_point
 from trivium.config import K3Config
 from trivium.data.batch import Batch
 from trivium.data.loader import Loader
-from trivium.data.pack import TokenStream, make_batch, pieces
+from trivium.data.pack import Stream, TokenStream, make_batch, pieces
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.ops import cpu
@@ -155,8 +155,6 @@ class PretrainConfig:
 class SavedTokenizer(Protocol):
     """What a run folder needs of a tokenizer."""
 
-    @property
-    def vocab_size(self) -> int: ...
     def save(self, folder: str | Path) -> None: ...
 
 
@@ -174,9 +172,9 @@ class PretrainResult:
 
 def pretrain(
     config: PretrainConfig,
-    train: TokenStream,
+    train: Stream,
     heldout: TokenStream,
-    tokenizer: SavedTokenizer,
+    tokenizer: SavedTokenizer | None,
     folder: Path,
     *,
     about: dict[str, Any],
@@ -189,10 +187,11 @@ def pretrain(
     `about` are fields of run.json that the caller knows: the command, and what the text was. Whatever way the process
     ends, what the last resume point holds is kept; a run that is asked to stop leaves a resume point and a checkpoint.
     run.json says "finished": false: the caller sets it when nothing of its own is left to do. `yardstick` is shown
-    beside the held-out figure. Collective; the first process alone writes, and the others' console should be quiet.
+    beside the held-out figure. Collective; the first process alone writes: the others need no `tokenizer`, and their
+    console should be quiet.
     """
-    if tokenizer.vocab_size != config.model.vocab_size:
-        raise ValueError(f"tokenizer: {tokenizer.vocab_size} ids, but vocab_size is {config.model.vocab_size}")
+    if len(train.num_bytes_W) != config.model.vocab_size:
+        raise ValueError(f"tokenizer: {len(train.num_bytes_W)} ids, but vocab_size is {config.model.vocab_size}")
     num_micro = config.num_micro(world)
     cpu.keep_memory()
     say = sayer(console)
@@ -267,7 +266,7 @@ def identity(config: PretrainConfig, fingerprint: str) -> dict[str, Any]:
 
 
 def _build(
-    config: PretrainConfig, train: TokenStream, num_micro: int, world: World, say: Callable[[str], None]
+    config: PretrainConfig, train: Stream, num_micro: int, world: World, say: Callable[[str], None]
 ) -> tuple[Learner, Callable[..., StepResult]]:
     """All that a step moves, at its beginning, and the step."""
     compute_dtype = None if config.compute_dtype == "float32" else getattr(torch, config.compute_dtype)
@@ -362,7 +361,7 @@ class _Keeper:
 def _begin(
     folder: Path,
     config: PretrainConfig,
-    tokenizer: SavedTokenizer,
+    tokenizer: SavedTokenizer | None,
     about: dict[str, Any],
     world: World,
     say: Callable[[str], None],
@@ -384,6 +383,7 @@ def _begin(
                     f"{name} differ, and so may the last bits of the loss: {there.get(name)} when the run began, {now} now"
                 )
         return there
+    assert tokenizer is not None, "the process that writes has one"
     tokenizer.save(folder)
     update_run(
         folder,
