@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import assert_same_run, metrics_of
 from tests.tiny import tiny_config, write_tiny_text
 from trivium import cli
 from trivium.cli import pretraining as show_file
@@ -16,14 +17,15 @@ from trivium.recipes import pretraining as recipe_file
 NUM_RANKS = 300
 
 # Every run of the command line is a process of its own: a child of one that has loaded all it needs, which takes 3 s,
-# and has computed nothing. It is killed from outside ten times, and then let be. It is saved as often as can be: a
-# tenth of the time it trains is spent on that.
+# and has computed nothing. It is killed from outside ten times, and then let be: each time with another number of
+# workers. It is saved as often as can be, so that most kills come while a save is being written.
 KILLED = """
 import os, random, signal, sys, time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 import torch
+from tests.runs import assert_same_run, metrics_of
 from tests.tiny import tiny_config
 from trivium import cli
 from trivium.cli import pretraining as show_file
@@ -38,15 +40,15 @@ recipe_file.plot_runs = lambda folders, out: None
 recipe_file.report = partial(recipe_file.report, num_samples=2, sample_tokens=4)
 show_file.SAMPLE_TOKENS = 2
 rng = random.Random(int(sys.argv[1]))
+saving = Path("runs/killed/resume")
 
 
-def run(name, seconds=None):
+def run(name, workers, seconds=None):
     child = os.fork()
     if not child:
+        changes = ["batch_tokens=64", "stages=32:1", f"workers={workers}"]
         try:
-            cli.main(
-                ["train", "nano", "batch_tokens=64", "stages=32:1", *sys.argv[2:], "--data", "text", "--steps", "32", "--name", name]
-            )
+            cli.main(["train", "nano", *changes, "--data", "text", "--steps", "32", "--name", name])
         except SystemExit as end:
             sys.stdout.flush()
             os._exit(end.code)
@@ -54,14 +56,17 @@ def run(name, seconds=None):
     if seconds:
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    in_save = code == -signal.SIGKILL and saving.is_dir() and any(saving.glob("step-*.saving"))
+    return code, in_save
 
 
 begun = time.monotonic()
-whole = run("whole")
+whole, _ = run("whole", 1)
 seconds = time.monotonic() - begun
-codes = [run("killed", rng.uniform(0.05, 0.4) * seconds) for _ in range(10)]
-print("codes", whole, *codes, run("killed"), flush=True)
+kills = [run("killed", (1, 3, 0, 2)[number % 4], rng.uniform(0.05, 0.4) * seconds) for number in range(10)]
+last, _ = run("killed", 2)
+print("codes", whole, *(code for code, _ in kills), last, sum(in_save for _, in_save in kills), flush=True)
 """
 
 
@@ -81,12 +86,8 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def metrics_of(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if name not in ("time_s", "tokens_per_s")} for line in lines]
-
-
 def test_killed_at_ten_random_moments_it_ends_as_if_it_had_not_been(tmp_path):
+    """Also during a save, and with another number of workers each time."""
     write_tiny_text(tmp_path / "text")
     done = subprocess.run(
         [sys.executable, "-c", KILLED, "3"],
@@ -97,16 +98,23 @@ def test_killed_at_ten_random_moments_it_ends_as_if_it_had_not_been(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    codes = done.stdout.splitlines()[-1].split()
+    *codes, in_save = done.stdout.splitlines()[-1].split()
     assert codes[:2] == ["codes", "0"], (codes, done.stderr)
     # On a machine that gets faster behind the first run an end may come before the last kill.
     assert codes.count("-9") >= 5, codes
+    assert int(in_save) >= 1
+    assert "workers" in done.stdout  # that they differ is said
     whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
-    assert metrics_of(killed) == metrics_of(whole) and len(metrics_of(whole)) == 32
-    for name in ("model.safetensors", "resume/latest/tensors.safetensors", "samples.md", "heldout.jsonl"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in whole.iterdir())
+    assert_same_run(killed, whole)
+    assert len(metrics_of(whole)) == 32
     assert len(list((killed / "resume").iterdir())) == 3
+    files, others = (
+        {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file() and "resume" not in path.parts}
+        for run in (killed, whole)
+    )
+    assert files.keys() == others.keys()
+    for name in files.keys() - {"metrics.jsonl", "run.json"}:  # which have the time in them
+        assert files[name].read_bytes() == others[name].read_bytes(), name
     assert json.loads((killed / "run.json").read_text())["finished"] is True
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from rich.console import Console
 
+from tests.runs import metrics_of
 from tests.tiny import tiny_config, write_tiny_text
 from trivium.api import load
 from trivium.config import preset
@@ -142,6 +143,30 @@ def test_a_run_of_changed_text_is_another_run(place, monkeypatch):
     outcome, out = trained(place)
     assert outcome.folder.name == "train-nano-2"
     assert "train-nano: holds an unfinished run with another data.fingerprint: " in out
+
+
+def test_another_layout_goes_on_and_is_said_and_another_argument_is_another_run(place, monkeypatch):
+    config = replace(CONFIG, stages=(Stage(max_len=32, share=1.0),))
+    whole, _ = trained(place, config, name="whole")
+    folder = place / "runs" / "train-nano"
+    with monkeypatch.context() as patch:
+        for changes in ({}, {"workers": 3}, {"checkpoint_layers": True}, {"muon_lr": 0.01}):
+            stop_in_step(patch, 1)
+            outcome, out = trained(place, replace(config, **changes))
+            lines = [line for line in out.splitlines() if line.startswith("layout differ")]
+            if "muon_lr" in changes:
+                assert outcome.folder.name == "train-nano-2" and not lines
+                assert "another arguments.muon_lr: 0.02 there, 0.01 here" in out
+                continue
+            assert outcome.folder == folder and len(lines) == len(changes)
+            for name, value in changes.items():
+                there, now = lines[0].split(" when the run began, ")
+                assert f"'{name}': {getattr(config, name)}" in there and f"'{name}': {value}" in now
+    outcome, out = trained(place, replace(config, micro_tokens=32))
+    assert outcome.folder == folder and "'micro_tokens': 32" in out and "going on from step 3 of 4" in out
+    got, want = metrics_of(folder), metrics_of(whole.folder)
+    print(got[3], want[3])
+    assert got[:3] == want[:3]  # workers and layers run again change no bit
 
 
 def test_what_was_left_out_is_said_with_an_example(place):

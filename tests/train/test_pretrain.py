@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.runs import assert_same_run, metrics_of
 from tests.tiny import tiny_config
 from trivium.api import load
 from trivium.chat.tokenizer import train_tokenizer
-from trivium.checkpoint.resume import load_resume_point
 from trivium.data import corpus
 from trivium.data.pack import make_batch, pieces
 from trivium.data.source import Document
@@ -133,40 +133,6 @@ def dies_at(number):
             raise Killed
 
     return at_step
-
-
-def metrics_of(folder):
-    """All that does not depend on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if name not in ("time_s", "tokens_per_s")} for line in lines]
-
-
-def layers_of(folder):
-    path = folder / "layers.jsonl"
-    return path.read_text() if path.exists() else ""
-
-
-def tensors_of(point):
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in point.names.items()}
-    point.read_(tensors)
-    return tensors
-
-
-def without_time(about):
-    return {**about, "progress": {**about["progress"], "time_s": 0}}
-
-
-def assert_same_run(folder, want):
-    """Losses, norms, rates and balance of every step bit for bit, and all there is in the end."""
-    assert metrics_of(folder) == metrics_of(want)
-    got, wanted = load_resume_point(folder), load_resume_point(want)
-    assert got.step == wanted.step and got.names == wanted.names
-    tensors, wanted_tensors = tensors_of(got), tensors_of(wanted)
-    for name, tensor in wanted_tensors.items():  # model, balancers, moments, random numbers
-        assert torch.equal(tensors[name], tensor), name
-    assert without_time(got.about) == without_time(wanted.about)
-    assert layers_of(folder) == layers_of(want)
-    assert (folder / "model.safetensors").read_bytes() == (want / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -428,6 +394,7 @@ def test_what_a_run_must_agree_with_is_all_that_changes_its_losses():
         ({"muon_lr": 0}, "muon_lr: wanted a number above 0, got 0"),
         ({"adamw_lr": float("nan")}, "adamw_lr: wanted a number above 0, got nan"),
         ({"save_every_s": 0.0}, "save_every_s: wanted a number above 0, got 0.0"),
+        ({"device": "toaster"}, "device: 'toaster' is not one that torch knows"),
         ({"seed": -1}, r"seed: wanted a whole number in \[0, 2\^63\), got -1"),
         ({"seed": 2**63}, r"seed: wanted a whole number in \[0, 2\^63\), got 9223372036854775808"),
         (

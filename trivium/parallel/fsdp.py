@@ -5,12 +5,16 @@ torch's FSDP2 (`fully_shard`); Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import register_dataclass
 
 from trivium.model.kimi_k3 import KimiK3
+from trivium.model.residual import ResidualStream
 from trivium.parallel.world import World
 
 
@@ -24,6 +28,7 @@ def shard_(model: KimiK3, world: World) -> None:
     """
     if world.mesh is None:
         return
+    _register_stream()
     for layer in model.language_model.model.layers:
         fully_shard(layer, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, reshard_after_forward=False)
@@ -31,6 +36,15 @@ def shard_(model: KimiK3, world: World) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+@cache
+def _register_stream() -> None:
+    """FSDP2 waits for the gradients of what goes into a layer and comes out: it must see the tensors in the stream.
+
+    torch 2.11 looks into pytrees alone, and would have let go of a layer before its backward; later ones see more.
+    """
+    register_dataclass(ResidualStream)
 
 
 def reshard_(model: KimiK3) -> None:

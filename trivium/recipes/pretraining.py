@@ -253,10 +253,7 @@ def _check_memory(config: PretrainConfig, world: World) -> None:
 
 
 def _memory_bytes(device: str) -> int:
-    try:
-        asked = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: {device!r} is not one that torch knows") from error
+    asked = torch.device(device)
     if asked.type == "cuda":
         if (asked.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"device: {device}: torch sees {torch.cuda.device_count()} GPUs")

@@ -123,6 +123,10 @@ class PretrainConfig:
             )
         if self.length.num_steps is None:
             self.schedule.check_clock()
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise ValueError(f"device: {self.device!r} is not one that torch knows") from error
 
     def arguments(self) -> dict[str, Any]:
         """What run.json says, and what a run that goes on must agree with: all that is not layout."""
