@@ -1,4 +1,4 @@
-# Everything is set up by itself in .venv: `make test`, `make quickstart MINUTES=4`, `make lint`.
+# Everything is set up by itself in .venv (`make .venv/installed`): `make test`, `make quickstart MINUTES=4`, `make lint`.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MINUTES ?= 4

@@ -31,6 +31,7 @@ class _Layer:
     def __init__(self, bias_E: Tensor, num_active: int) -> None:
         self.gate = SimpleNamespace(e_score_correction_bias=bias_E.contiguous(), num_active=num_active)
         self.scores: list[Tensor] = []
+        self.keep_graph = True
 
     def take_scores(self) -> list[Tensor]:
         taken, self.scores = self.scores, []

@@ -85,8 +85,13 @@ def test_the_auxiliary_losss_gradient_lifts_the_idle():
     network = KimiK3(config)
     initialise_(network, 0)
     network.train()
+    balancer = AuxiliaryLoss(1.0)
     network(torch.arange(40), Rows.one(40))
-    AuxiliaryLoss(1.0).observe(network, torch.ones(40, dtype=torch.bool)).backward()
+    with pytest.raises(ValueError, match="the scores came without their graph"):
+        balancer.observe(network, torch.ones(40, dtype=torch.bool))
+    balancer.forget(network)
+    network(torch.arange(40), Rows.one(40))
+    balancer.observe(network, torch.ones(40, dtype=torch.bool)).backward()
     for layer in network.moe_layers():
         assert layer.gate.weight.grad.abs().max() > 0
 

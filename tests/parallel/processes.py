@@ -15,7 +15,8 @@ import torch.multiprocessing as mp
 
 from trivium.parallel.world import open_world
 
-_LOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "trivium.train.pretrain"]
+# torch._dynamo is what FSDP2 loads when it is first used: a second of each process.
+_LOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "trivium.train.pretrain"]
 _TIMEOUT_S = 300.0
 
 
@@ -72,3 +73,4 @@ def _run(
             _tell(pipe, True, function(world, *arguments))
     except Exception:
         _tell(pipe, False, traceback.format_exc())
+        raise

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.measure import relative_error
 from tests.parallel.processes import on_processes
@@ -12,7 +13,7 @@ from trivium.data.loader import Loader
 from trivium.data.pack import TokenStream
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
-from trivium.parallel.fsdp import gather_model, shard_, share_of, whole
+from trivium.parallel.fsdp import gather_model, shard_, share_of
 from trivium.parallel.world import ALONE
 from trivium.train.balance import QuantileBalancer
 from trivium.train.groups import build_optimisers, parameter_groups
@@ -62,8 +63,7 @@ class Course:
         self.grads = {}
 
     def look(self, model):
-        named = ((name, parameter.grad) for name, parameter in model.named_parameters())
-        self.grads = {name: whole(grad).clone() for name, grad in named if grad is not None}
+        self.grads = own_of({name: parameter.grad for name, parameter in model.named_parameters()})
 
     def step(self):
         return train_step(
@@ -78,44 +78,63 @@ class Course:
         )
 
 
+def own_of(tensors):
+    """What this process has of each: (whether it is a shard, its numbers)."""
+    own = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+    return {name: (isinstance(tensors[name], DTensor), part.clone()) for name, part in own.items() if part is not None}
+
+
+def whole_of(parts):
+    """The tensors of which each process has its own: a shard of the rows, or all of it."""
+    return {
+        name: torch.cat([part[name][1] for part in parts]) if is_shard else first
+        for name, (is_shard, first) in parts[0].items()
+    }
+
+
 def course_of(world, num_steps, **options):
-    """(results, gradients of each step, the model in front of each and at the end)"""
+    """The results; of each step's gradients, and of the states before each and at the end, this process's own; the end."""
     course = Course(world, **options)
-    results, grads, states = [], [], [state_of(course)]
+    results, grads, states = [], [], [own_of(course.model.state_dict())]
     for _ in range(num_steps):
         results.append(course.step())
         grads.append(course.grads)
-        states.append(state_of(course))
-    return results, grads, states
+        states.append(own_of(course.model.state_dict()))
+    one = gather_model(course.model, world)
+    return results, grads, states, one and one.state_dict()
 
 
-def state_of(course):
-    one = gather_model(course.model, course.world)
-    return one and {name: value.clone() for name, value in one.state_dict().items()}
+def spread(size, num_steps, **options):
+    """`course_of` on so many processes, the parts put together."""
+    all_results, all_grads, all_states, ends = zip(*on_processes(size, spread_share, num_steps, options), strict=True)
+    for results in all_results:
+        assert results == all_results[0]  # every process says the same
+    grads, states = ([whole_of(parts) for parts in zip(*each, strict=True)] for each in (all_grads, all_states))
+    assert ends[1:] == (None,) * (size - 1)
+    assert ends[0].keys() == states[-1].keys()
+    for name, end in ends[0].items():
+        assert torch.equal(end, states[-1][name]), name
+    return all_results[0], grads, states
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def spread(request):
-    """Twenty steps of the histogram's run on so many processes, and of the run in which every expert is taken."""
-    return on_processes(request.param, courses)
-
-
-def courses(world):
-    return course_of(world, 20), course_of(world, 20, config=ALL_EXPERTS)
+def spread_share(world, num_steps, options):
+    return course_of(world, num_steps, **options)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return course_of(ALONE, 20, config=ALL_EXPERTS)
+    results, grads, states, _ = course_of(ALONE, 20, config=ALL_EXPERTS)
+    return results, *([whole_of([own]) for own in each] for each in (grads, states))
 
 
-def test_every_step_is_the_step_of_one_process(spread):
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_step_is_the_step_of_one_process(size):
     """From the same weights: loss, norm and every gradient to 1e-5, and every bias bit for bit.
 
     Doubled expert gradients under a loss that looks fine (pytorch#160285), doubled ones in groups of one
     (Megatron-LM#6660): the kind is a scale that is wrong on one layout alone, so each parameter is compared by itself.
     """
-    ((results, grads, states), _), *others = spread
+    results, grads, states = spread(size, 20)
     course = Course(ALONE)
     for step, (got, got_grads) in enumerate(zip(results, grads, strict=True)):
         course.model.load_state_dict(states[step])
@@ -123,19 +142,19 @@ def test_every_step_is_the_step_of_one_process(spread):
         assert got.loss == pytest.approx(want.loss, rel=1e-5)
         assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
         assert (got.num_tokens, got.num_bytes, got.balance) == (want.num_tokens, want.num_bytes, want.balance)
-        assert got_grads.keys() == course.grads.keys()
-        for name, want_grad in course.grads.items():
+        want_grads = whole_of([course.grads])
+        assert got_grads.keys() == want_grads.keys()
+        for name, want_grad in want_grads.items():
             assert relative_error(got_grads[name], want_grad) < 1e-5, (step, name)
         for name, bias in course.model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 assert torch.equal(states[step + 1][name], bias), (step, name)
-    for (other_results, *_), _ in others:
-        assert other_results == results  # every process says the same
 
 
-def test_twenty_steps_by_themselves_are_those_of_one_process(spread, alone):
+@pytest.mark.parametrize("size", [2, 4])
+def test_twenty_steps_by_themselves_are_those_of_one_process(size, alone):
     """Each goes its own way. All experts are taken: where scores all but tie, the last bit would choose."""
-    (_, (results, grads, states)), *_ = spread
+    results, grads, states = spread(size, 20, config=ALL_EXPERTS)
     want_results, want_grads, want_states = alone
     assert [result.loss for result in results] == pytest.approx([result.loss for result in want_results], rel=1e-5)
     norms = [result.grad_norm for result in want_results]

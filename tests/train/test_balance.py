@@ -149,8 +149,12 @@ def test_only_training_forwards_are_looked_at(method):
     assert torch.equal(biases(model), biases(other)) and biases(model).abs().max() > 0
 
 
-def test_scores_come_with_their_graph_and_are_of_this_forward_alone():
+def test_scores_are_of_the_last_forward_and_come_with_their_graph_where_that_is_asked_for():
+    """A graph that nobody takes would be held for ever."""
     model, balancer = network(), LoadGauge()
+    forward(model, tokens(40))
+    assert not model.moe_layers()[0].take_scores()[0].requires_grad
+    model.moe_layers()[0].keep_graph = True
     forward(model, tokens(40))
     scores_TE = model.moe_layers()[0].take_scores()[0]
     (grad,) = torch.autograd.grad(scores_TE.sum(), model.moe_layers()[0].gate.weight)
@@ -159,7 +163,7 @@ def test_scores_come_with_their_graph_and_are_of_this_forward_alone():
         balancer.observe(model, EVERY)
     balancer.forget(model)
     forward(model, tokens(40)), forward(model, tokens(7))
-    with pytest.raises(ValueError, match=r"of 40 tokens, got 2 forwards of \[40, 7\] tokens"):
+    with pytest.raises(ValueError, match=r"of 40 tokens, got 1 forwards of \[7\] tokens"):
         balancer.observe(model, EVERY)
 
 

@@ -23,6 +23,7 @@ from trivium.data.source import Document
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.ops.balance import quantile_balance_
+from trivium.parallel.world import ALONE
 from trivium.train import pretrain as pretrain_file
 from trivium.train.balance import QuantileBalancer
 from trivium.train.groups import build_optimisers, parameter_groups
@@ -93,7 +94,7 @@ def full_batch():
     return replace(batch, weight_T=torch.rand(160, generator=torch.Generator().manual_seed(0)))
 
 
-def trained(config, folder, *, at_step=None, train=TRAIN):
+def trained(config, folder, *, at_step=None, train=TRAIN, world=ALONE):
     """One process's share of a run: `at_step`, if given, is called with the number of each step made in it."""
     made = []
 
@@ -109,7 +110,8 @@ def trained(config, folder, *, at_step=None, train=TRAIN):
     torch.manual_seed(len(list(folder.glob("resume/step-*"))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain_file, "train_step", step)
-        result = pretrain(config, train, HELDOUT, TOKENIZER, folder, about={"command": ["x"]}, console=console)
+        tokenizer, about = TOKENIZER if world.is_first else None, {"command": ["x"]}
+        result = pretrain(config, train, HELDOUT, tokenizer, folder, about=about, console=console, world=world)
     return SimpleNamespace(result=result, made=len(made), out=console.export_text())
 
 

@@ -46,7 +46,16 @@ class AuxiliaryLoss(LoadGauge):
             raise ValueError(f"auxiliary loss: weight is above 0, got {weight}")
         self._weight = weight
 
+    def forget(self, model: KimiK3) -> None:
+        super().forget(model)
+        for layer in model.moe_layers():
+            layer.keep_graph = True  # of the step that begins
+
     def _observed(self, model: KimiK3, tally: Tally, scores: list[Tensor], loads: list[Tensor]) -> Tensor | None:
+        if not all(layer.keep_graph for layer in model.moe_layers()):
+            raise ValueError(
+                "auxiliary loss: the scores came without their graph, wanted forget() in front of the step"
+            )
         if not scores or not len(scores[0]):
             return None
         losses = [

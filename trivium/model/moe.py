@@ -97,22 +97,22 @@ class LatentMoe(nn.Module):
         self.routed_expert_norm = RMSNorm(L, config.rms_norm_eps)
         self.routed_expert_up_proj = Linear(L, D)
         self.shared_experts = Mlp(config, config.moe.shared_intermediate_size)
+        self.keep_graph = False  # of the scores: an auxiliary loss wants it
         self._scores: list[Tensor] = []
 
     def forward(self, x_TD: Tensor, rows: Rows) -> Tensor:
         chosen = self.gate(x_TD)
         if self.training and torch.is_grad_enabled() and not is_recomputing():
-            self._scores.append(chosen.scores_TE)
+            self._scores = [chosen.scores_TE if self.keep_graph else chosen.scores_TE.detach()]
         trace.record(f"{self.name}.experts", lambda: chosen.experts_TA)
         trace.record(f"{self.name}.weights", lambda: chosen.weights_TA)
         y_TL = self.experts(self.routed_expert_down_proj(x_TD), chosen, rows)
         return self.routed_expert_up_proj(self.routed_expert_norm(y_TL)) + self.shared_experts(x_TD)
 
     def take_scores(self) -> list[Tensor]:
-        """Router scores [N, E] of every training forward since the last call, in order, with their graph.
+        """Router scores [T, E] of the last training forward, handed over; none where there was none since.
 
-        They are handed over: nothing is kept here. A forward that is run again for its gradients (activation
-        checkpointing) is not a forward of its own.
+        A forward that is run again for its gradients (activation checkpointing) does not count.
         """
         taken, self._scores = self._scores, []
         return taken

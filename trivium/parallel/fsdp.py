@@ -5,6 +5,7 @@ torch's FSDP2 (`fully_shard`); Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import torch
@@ -24,11 +25,15 @@ def shard_(model: KimiK3, world: World) -> None:
     A model on the meta device allocates its share only: `model.to_empty(device=...)`, then
     `initialise_(model, seed, place=share_of)`. Gradients are sums over the processes: the loss is divided by the weight of the whole step already. Each decoder layer is gathered
     by itself for its forward and again for its backward; embedding, head and last norm stay gathered in between, since
-    the loss reads the head's weight outside of a forward.
+    the loss reads the head's weight outside of a forward. Raises ValueError for a model that is not float32.
     """
     if world.mesh is None:
         return
+    if model.dtype != torch.float32:
+        raise ValueError(f"fsdp: shards are float32, got a model of {model.dtype}; compute_dtype may be another")
     _register_stream()
+    # A block that a layer hands on as it came is a view to autograd; nothing is ever written into one.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     for layer in model.language_model.model.layers:
         fully_shard(layer, mesh=world.mesh)
     fully_shard(model, mesh=world.mesh, reshard_after_forward=False)

@@ -18,11 +18,15 @@ from trivium.model.recompute import recomputing
 
 
 class Recomputed:
-    """The layers that are run again in a backward. `count` is how many forwards were, since the layers were wrapped."""
+    """The layers that are run again in a backward, counted since they were wrapped.
+
+    `wrapped` forwards went through the wrapper; `owed` of them had something to give a gradient to, and are to be run
+    again; `count` were.
+    """
 
     def __init__(self, layers: list[DecoderLayer]) -> None:
         self.layers = layers
-        self.count = 0
+        self.wrapped = self.owed = self.count = 0
 
     @property
     def num_layers(self) -> int:
@@ -65,7 +69,10 @@ class _Forward:
             return run(self.layer, *args)
         # Nothing in a layer is random.
         options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._contexts}
-        return checkpoint(run, self.layer, *args, **options)
+        stream, state = checkpoint(run, self.layer, *args, **options)
+        self.recomputed.wrapped += 1
+        self.recomputed.owed += stream.sum_TD.requires_grad
+        return stream, state
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), self._again()

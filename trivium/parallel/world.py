@@ -52,9 +52,9 @@ class World:
         if self.size == 1:
             return numbers
         own_X = torch.tensor(numbers, dtype=torch.float64)
-        all_RX = own_X.new_empty(self.size * len(numbers))
-        dist.all_gather_into_tensor(all_RX, own_X)
-        return [sum(column) for column in all_RX.view(self.size, -1).T.tolist()]
+        all_RX = [torch.empty_like(own_X) for _ in range(self.size)]
+        dist.all_gather(all_RX, own_X)
+        return [sum(column) for column in torch.stack(all_RX).T.tolist()]
 
     def gather(self, tensor_NX: Tensor) -> list[Tensor]:
         """The tensors [N, ...] of all processes by rank; N may differ from one to the next."""
@@ -81,7 +81,8 @@ class World:
         """Whether this error is what a process sees when another one has gone."""
         if self.size == 1:
             return False
-        return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "onnection" in str(error)
+        words = ("gloo", "connection", "another process does not answer")  # the last is a save's
+        return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
 
     def wait(self) -> None:
         """Until all are here."""
@@ -98,21 +99,34 @@ def open_world(device: str = "cpu") -> Iterator[World]:
     """The world that torchrun's environment describes, or one process without it; closed when the block ends.
 
     `device` "cuda" is, of several processes, the GPU of the local rank; gloo carries what is on the CPU, NCCL what is
-    on a GPU. Raises ValueError for a single GPU asked of several processes.
+    on a GPU. Raises ValueError for a single GPU asked of several processes, and for a
+    device that is not there.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        yield World(device=torch.device(device))
-        return
-    asked = torch.device(device)
-    if asked.index is not None:
+    asked = _checked(device)
+    if size > 1 and asked.index is not None:
         raise ValueError(f"device: {size} processes cannot share {device}; wanted cpu or cuda")
     if asked.type == "cuda":
-        asked = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(asked)
+        asked = torch.device("cuda", asked.index or int(os.environ.get("LOCAL_RANK", "0")))
+        if asked.index >= torch.cuda.device_count():
+            raise ValueError(f"device: {asked}: torch sees {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(asked)  # what names no device means this one
+    if size == 1:
+        yield World(device=asked)
+        return
     dist.init_process_group("cpu:gloo,cuda:nccl" if asked.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
         mesh = init_device_mesh(asked.type, (size,), mesh_dim_names=("data",))
         yield World(rank=dist.get_rank(), size=size, device=asked, mesh=mesh)
     finally:
         dist.destroy_process_group()
+
+
+def _checked(device: str) -> torch.device:
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: {device!r} is not one that torch knows") from error
+    if asked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: wanted cpu or cuda, got {device!r}")
+    return asked

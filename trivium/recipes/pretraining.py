@@ -14,6 +14,7 @@ from rich.console import Console
 import trivium
 from trivium.chat.tokenizer import Tokenizer
 from trivium.checkpoint.published import read_published
+from trivium.checkpoint.resume import LATEST
 from trivium.config import model_preset
 from trivium.cost.params import count_params
 from trivium.data.corpus import TOKENS, Corpus, Text, build_corpus, gather_text, write_heldout
@@ -81,6 +82,7 @@ def nano_long() -> PretrainConfig:
         recipe="train-nano-long",
         length=Length(seconds=600.0, num_steps=1000),
         batch_tokens=8192,
+        micro_tokens=4096,
         stages=CPU_STAGES,
         schedule=Schedule(kind="wsd", warmup_share=0.01),
     )
@@ -221,12 +223,13 @@ def _losses_told(folder: Path, world: World) -> Iterator[None]:
     """That a process was lost is told as what it is, and not as a broken connection."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if not world.lost_one(error):
             raise
+        latest = folder / "resume" / LATEST
+        then = f"goes on from {latest.parent / latest.readlink()}" if latest.exists() else "begins anew: no save yet"
         raise RuntimeError(
-            f"process {world.rank} of {world.size} lost touch with another one, and stops; {folder / 'resume'} holds "
-            "what was saved last, and the same command goes on from there"
+            f"process {world.rank} of {world.size} lost touch with another one, and stops; the same command {then}"
         ) from error
 
 

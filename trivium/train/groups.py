@@ -128,7 +128,7 @@ def groups_table(groups: Iterable[Group]) -> Table:
     table = Table(
         title="parameters by optimiser",
         title_justify="left",
-        caption="s = sqrt(max(1, out/in)) of the whole matrix, and its RMS whatever the blocks: what is orthogonal by itself\n"
+        caption="s = sqrt(max(1, out/in)) of the whole matrix; blocks: made orthogonal each by itself, at the whole's RMS\n"
         f"AdamW: {', '.join(dict.fromkeys(rest)) or 'nothing'}",
         caption_justify="left",
         box=box.SIMPLE_HEAD,

@@ -37,7 +37,7 @@ from trivium.train.log import METRICS_FILE, NoLog, RunLog, sayer
 from trivium.train.loop import Progress, train_loop
 from trivium.train.point import Learner, restore_, take_point
 from trivium.train.probe import GradNorms, grad_norms, look
-from trivium.train.run_folder import read_run, update_run
+from trivium.train.run_folder import RUN, read_run, update_run
 from trivium.train.schedule import Length, Schedule
 from trivium.train.stages import Stage, check_stages
 from trivium.train.step import StepResult, train_step
@@ -47,7 +47,7 @@ from trivium.train.step import StepResult, train_step
 _EXCERPT_LEN = 1024
 _LOOK_LEN = 256  # tokens that the layers are looked at with
 
-# How a run is laid out over time and machines: the same run under another layout, up to rounding.
+# How a run is laid out over time and machines: it may go on under another layout.
 _LAYOUT = ("micro_tokens", "checkpoint_layers", "workers", "save_every_s", "tensorboard", "device")
 
 
@@ -98,6 +98,8 @@ class PretrainConfig:
                 raise ValueError(f"{name}: wanted at least 1, got {value}")
         if self.micro_tokens is not None and (self.micro_tokens < 1 or self.batch_tokens % self.micro_tokens):
             raise ValueError(f"micro_tokens: wanted a part of {self.batch_tokens} tokens, got {self.micro_tokens}")
+        if not 0 <= self.balance_ema < 1:
+            raise ValueError(f"balance_ema: wanted a number in [0, 1), got {self.balance_ema}")
         if self.workers < 0:
             raise ValueError(f"workers: wanted at least 0, got {self.workers}")
         if not 0 <= self.seed < 2**63:
@@ -115,12 +117,7 @@ class PretrainConfig:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
         check_stages(self.stages, self.length.num_steps)
-        longest = self.stages[-1].max_len
-        if longest > (self.micro_tokens or self.batch_tokens):
-            raise ValueError(
-                f"stages: pieces of {longest} tokens do not fit into micro-batches of "
-                f"{self.micro_tokens or self.batch_tokens}"
-            )
+        self.num_micro(ALONE)
         if self.length.num_steps is None:
             self.schedule.check_clock()
         try:
@@ -133,9 +130,13 @@ class PretrainConfig:
         left_out = ("recipe", "model", "seed", *_LAYOUT)
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
-    def layout(self, world: World) -> dict[str, Any]:
-        """How it is run, which may change from one process to the next; only the last bits of the loss depend on it."""
-        return {"processes": world.size, **{name: getattr(self, name) for name in _LAYOUT}}
+    def layout(self, world: World, num_micro: int) -> dict[str, Any]:
+        """How it is run, which may change from one process to the next.
+
+        Only the last bits of the loss depend on it; but on `micro_tokens` does where a document is cut.
+        """
+        layout = {name: getattr(self, name) for name in _LAYOUT}
+        return {"processes": world.size, **layout, "micro_tokens": self.batch_tokens // num_micro}
 
     @property
     def evals(self) -> int:
@@ -145,15 +146,26 @@ class PretrainConfig:
         steps = self.length.num_steps
         return max(2, min(50, round(2 * min(self.length.seconds, 1e9) / 60) if steps is None else steps // 50))
 
-    def num_micro(self, world: World) -> int:
-        """Micro-batches a step, of all processes together. Raises ValueError when they cannot share them evenly."""
-        num_micro = self.batch_tokens // self.micro_tokens if self.micro_tokens else world.size
-        if num_micro % world.size or self.batch_tokens % num_micro:
+    def num_micro(self, world: World, before: int | None = None) -> int:
+        """Micro-batches a step, of all processes together.
+
+        `before` is how many tokens a micro-batch had when the run began: they stay where nothing else is asked for and
+        these processes can share them. Raises ValueError when they cannot, or when a piece does not fit.
+        """
+        micro_tokens = self.micro_tokens
+        if micro_tokens is None and before and self.batch_tokens % (before * world.size) == 0:
+            micro_tokens = before
+        micro_tokens = micro_tokens or max(1, self.batch_tokens // world.size)
+        if self.batch_tokens % (micro_tokens * world.size):
             raise ValueError(
                 f"micro_tokens: {world.size} processes cannot share {self.batch_tokens} tokens a step in micro-batches "
-                f"of {self.micro_tokens or self.batch_tokens // world.size}"
+                f"of {micro_tokens}"
             )
-        return num_micro
+        if self.stages[-1].max_len > micro_tokens:
+            raise ValueError(
+                f"stages: pieces of {self.stages[-1].max_len} tokens do not fit into micro-batches of {micro_tokens}"
+            )
+        return self.batch_tokens // micro_tokens
 
 
 class SavedTokenizer(Protocol):
@@ -196,17 +208,23 @@ def pretrain(
     """
     if len(train.num_bytes_W) != config.model.vocab_size:
         raise ValueError(f"tokenizer: {len(train.num_bytes_W)} ids, but vocab_size is {config.model.vocab_size}")
-    num_micro = config.num_micro(world)
     cpu.keep_memory()
     say = sayer(console)
+    there = world.from_first(read_run(folder) if world.is_first and (folder / RUN).exists() else {})
+    num_micro = config.num_micro(world, there.get("layout", {}).get("micro_tokens"))
     learner, make_step = _build(config, train, num_micro, world, say)
     console.print(groups_table(learner.groups))
 
-    before = world.from_first(_begin(folder, config, tokenizer, about, world, say) if world.is_first else {})
+    here = _here(config, world, num_micro)
+    if there:
+        _say_what_differs(there, here, say)
+    elif world.is_first:
+        _begin(folder, config, tokenizer, {**here, **about})
+    num_steps = _planned(there, folder) if there else config.length.num_steps
     point = load_resume_point(folder, say)
-    start = Progress(num_steps=before["planned_steps"])
+    start = Progress(num_steps=num_steps)
     if point is not None:
-        start = restore_(point, learner, before["planned_steps"])
+        start = restore_(point, learner, num_steps)
         say(f"going on from step {start.step} of {start.num_steps or '?'}")
 
     part = excerpt(heldout, config.eval_tokens, _EXCERPT_LEN)
@@ -362,15 +380,8 @@ class _Keeper:
         self._writer.save(take_point(self._learner, progress))
 
 
-def _begin(
-    folder: Path,
-    config: PretrainConfig,
-    tokenizer: SavedTokenizer | None,
-    about: dict[str, Any],
-    world: World,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """run.json of a run that starts, or of the one that goes on here."""
+def _here(config: PretrainConfig, world: World, num_micro: int) -> dict[str, Any]:
+    """What may differ from one process of a run to the next."""
     versions = {
         "trivium": trivium.__version__,
         "torch": torch.__version__,
@@ -378,15 +389,31 @@ def _begin(
         "python": platform.python_version(),
         "platform": sys.platform,
     }
-    here = {"threads": torch.get_num_threads(), "versions": versions, "layout": config.layout(world)}
-    if (folder / "run.json").exists():
-        there = read_run(folder)
-        for name, now in here.items():
-            if there.get(name) != now:
-                say(
-                    f"{name} differ, and so may the last bits of the loss: {there.get(name)} when the run began, {now} now"
-                )
-        return there
+    return {"threads": torch.get_num_threads(), "versions": versions, "layout": config.layout(world, num_micro)}
+
+
+def _say_what_differs(there: dict[str, Any], here: dict[str, Any], say: Callable[[str], None]) -> None:
+    for name, now in here.items():
+        if there.get(name) == now:
+            continue
+        say(f"{name} differ, and so may the last bits of the loss: {there.get(name)} when the run began, {now} now")
+        before = there.get(name) or {}
+        if name == "layout" and before.get("micro_tokens") != now["micro_tokens"]:
+            say(
+                f"micro-batches of {now['micro_tokens']} tokens, {before.get('micro_tokens')} when the run began: "
+                "documents are cut elsewhere, and the losses are other ones from here on"
+            )
+
+
+def _planned(there: dict[str, Any], folder: Path) -> int | None:
+    num_steps = there.get("planned_steps")
+    if num_steps is not None and (type(num_steps) is not int or num_steps < 1):
+        raise ValueError(f"{folder / RUN}: planned_steps: wanted a number of steps or null, got {num_steps!r}")
+    return num_steps
+
+
+def _begin(folder: Path, config: PretrainConfig, tokenizer: SavedTokenizer | None, about: dict[str, Any]) -> None:
+    """run.json of a run that starts."""
     assert tokenizer is not None, "the process that writes has one"
     tokenizer.save(folder)
     update_run(
@@ -398,7 +425,5 @@ def _begin(
         planned_steps=config.length.num_steps,
         finished=False,
         chat_format=None,
-        **here,
         **about,
     )
-    return read_run(folder)

@@ -21,10 +21,15 @@ from trivium.parallel.world import ALONE, World
 def watch_logits_(model: KimiK3, limit: float | None) -> None:
     """Before a step: its forwards keep what `clip_logits_` needs, and what earlier ones kept is dropped.
 
-    Without a limit (None or inf) nothing is watched, and nothing is paid. Raises ValueError for a limit not above 0.
+    Without a limit (None or inf) nothing is watched, and nothing is paid. Raises ValueError for a limit not above 0, and for
+    frozen weights, which cannot be clipped.
     """
     watch = limit is not None and _checked(limit) < math.inf
     for layer in model.mla_layers():
+        if watch and not (layer.q_b_proj.weight.requires_grad and layer.kv_b_proj.weight.requires_grad):
+            raise ValueError(
+                "logit limit: an MLA layer's q_b_proj or kv_b_proj is frozen; train both, or give no limit"
+            )
         layer.watch_logits = watch
         layer.take_max_logit()
 

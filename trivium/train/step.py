@@ -62,6 +62,8 @@ def train_step(
     """
     if any(batch.logprobs_T is not None or batch.advantage_T is not None for batch in batches):
         raise ValueError("step: logprobs_T and advantage_T are not read by this loss, a batch has them")
+    if any((batch.weight_T < 0).any() for batch in batches):
+        raise ValueError("step: a token's weight is never negative, a batch has one that is")
     total_weight, num_tokens, num_bytes = world.sum(
         [
             float(sum(batch.weight_T.sum() for batch in batches)),
@@ -76,7 +78,7 @@ def train_step(
     _let_go(optimisers)
     balancer.forget(model)
     watch_logits_(model, logit_limit)
-    runs_again = recomputed.count if recomputed else 0
+    before = (recomputed.wrapped, recomputed.owed, recomputed.count) if recomputed else ()
     own_loss = 0.0
     for batch in batches:
         hidden_TD, _ = model(batch.ids_T, batch.rows, pixels=batch.pixels)
@@ -86,11 +88,8 @@ def train_step(
         batch_loss = nll / total_weight
         (batch_loss if penalty is None else batch_loss + share * penalty).backward()
         own_loss += batch_loss.item()
-    if recomputed and recomputed.count - runs_again != recomputed.num_layers * len(batches):
-        raise RuntimeError(
-            f"step: wanted {recomputed.num_layers} layers run again in each of {len(batches)} backwards, "
-            f"got {recomputed.count - runs_again} in all"
-        )
+    if recomputed:
+        _check_recomputed(recomputed, before, len(batches))
     (loss,) = world.sum([own_loss])
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     grad_norm = float(whole(torch.nn.utils.get_total_norm(grads)))
@@ -110,6 +109,16 @@ def train_step(
     _let_go(optimisers)
     clipped_heads = clip_logits_(model, logit_limit, world) if logit_limit is not None else 0
     return StepResult(**about, balance=balancer.update_(model), clipped_heads=clipped_heads)
+
+
+def _check_recomputed(recomputed: Recomputed, before: tuple[int, ...], num_batches: int) -> None:
+    now = (recomputed.wrapped, recomputed.owed, recomputed.count)
+    wrapped, owed, count = (after - then for after, then in zip(now, before, strict=True))
+    if wrapped != recomputed.num_layers * num_batches or count != owed:
+        raise RuntimeError(
+            f"step: wanted {recomputed.num_layers} layers run again for the gradients of each of {num_batches} batches, "
+            f"got {wrapped} forwards of which {owed} were to be run again and {count} were"
+        )
 
 
 def _let_go(optimisers: Iterable[torch.optim.Optimizer]) -> None:
