@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from trivium.ops.kda import kda
 from trivium.ops.linear import linear
 from trivium.ops.rows import Rows
 from trivium.recipes.quickstart import quickstart
+from trivium.train.balance import QuantileBalancer
 from trivium.train.groups import build_optimisers, parameter_groups
 from trivium.train.loss import cross_entropy
 from trivium.train.step import train_step
@@ -158,19 +160,23 @@ def _memory(field: str) -> int:
 
 
 def nano(backend: str, repeats: int) -> dict[str, Any]:
-    """Whole steps of the quickstart: 2,048 tokens in pieces of 128, its optimisers, its balancing."""
+    """Whole steps of the quickstart: its pieces, optimisers, limits and balancing."""
     config = quickstart()
     network = KimiK3(config.model)
     initialise_(network, seed=0)
-    rates = {"muon_lr": config.muon_lr, "adamw_lr": config.adamw_lr}
-    optimisers = build_optimisers(parameter_groups(network, **rates))
-    T, rows = config.batch_tokens, Rows.of([config.max_len] * (config.batch_tokens // config.max_len))
+    names = ("muon_lr", "adamw_lr", "muon_momentum", "adamw_betas", "weight_decay", "per_head")
+    optimisers = build_optimisers(parameter_groups(network, **{name: getattr(config, name) for name in names}))
+    balancer = QuantileBalancer(method=config.balancing, ema=config.balance_ema)
+    limits = {"clip_norm": config.clip_norm, "logit_limit": config.logit_limit}
+    T, max_len = config.batch_tokens, config.stages[0].max_len
     ids_T = torch.randint(0, config.model.vocab_size, (T,))
+    rows = Rows.of([max_len] * (T // max_len))
     batch = Batch(
         ids_T=ids_T, targets_T=ids_T.roll(-1), weight_T=torch.ones(T), rows=rows, num_bytes=T, source="random"
     )
     with use_backend(backend):
-        return {"figures": _rates(lambda: train_step(network, [batch], optimisers), T, repeats)}
+        step = partial(train_step, network, [batch], optimisers, balancer=balancer, **limits)
+        return {"figures": _rates(step, T, repeats)}
 
 
 # --- Prefill and decode -----------------------------------------------------------------------------------------

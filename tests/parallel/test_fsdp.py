@@ -15,8 +15,11 @@ from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.parallel.fsdp import gather_model, shard_, share_of
 from trivium.parallel.world import ALONE
+from trivium.train import step as step_file
 from trivium.train.balance import QuantileBalancer
 from trivium.train.groups import build_optimisers, parameter_groups
+from trivium.train.guard import SpikeGuard
+from trivium.train.loss import cross_entropy
 from trivium.train.step import train_step
 
 NUM_RANKS = 64
@@ -60,6 +63,7 @@ class Course:
             rank=world.rank,
             num_ranks=world.size,
         )
+        self.guard = SpikeGuard()
         self.grads = {}
 
     def look(self, model):
@@ -74,6 +78,7 @@ class Course:
             world=self.world,
             clip_norm=1.0,
             logit_limit=100.0,
+            guard=self.guard,
             look=self.look,
         )
 
@@ -166,3 +171,21 @@ def test_twenty_steps_by_themselves_are_those_of_one_process(size, alone):
             assert relative_error(got[name], want[name]) < limit, (step, name)
     for name, want in want_states[-1].items():
         torch.testing.assert_close(states[-1][name], want, rtol=1e-4, atol=1e-5)
+
+
+def spoilt_on_the_last(world):
+    """One step whose loss is not a number in the last process alone, between two that are sound."""
+    course = Course(world)
+    course.step()
+    before = own_of(course.model.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(step_file, "cross_entropy", lambda *arguments: torch.nan * cross_entropy(*arguments))
+        result = course.step()
+    after = own_of(course.model.state_dict())
+    return result.skipped, all(torch.equal(after[name][1], before[name][1]) for name in before), course.step().skipped
+
+
+def test_what_is_not_finite_in_one_process_is_applied_by_none():
+    reason = "loss nan and gradient norm nan, wanted finite ones"
+    assert on_processes(2, spoilt_on_the_last) == [(reason, True, None)] * 2

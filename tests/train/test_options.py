@@ -90,8 +90,11 @@ def test_all_of_them_at_once_act(monkeypatch, tmp_path):
 
     monkeypatch.setattr(pretrain_file, "checkpoint_layers", wrapped)
     monkeypatch.setattr(pretrain_file.ResumeWriter, "save", save_counted)
-    threads_in = lambda step: threads.update(thread.name for thread in threading.enumerate())  # noqa: E731
-    result = trained(config, tmp_path, at_step=threads_in).result
+
+    def note_threads(step):
+        threads.update(thread.name for thread in threading.enumerate())
+
+    result = trained(config, tmp_path, at_step=note_threads).result
     lines = metrics_of(tmp_path)
     assert recomputed[0].count == CONFIG.num_layers * 2 * 6
     assert [line["max_len"] for line in lines] == [32] * 3 + [64] * 3

@@ -80,7 +80,7 @@ def test_a_step_that_is_not_finite_moves_nothing_is_counted_and_the_next_goes_on
 
 
 def test_a_spike_moves_nothing_either(monkeypatch):
-    course, other = (Course(monkeypatch, SpikeGuard(window=8)) for _ in range(2))
+    course, other = (Course(monkeypatch, SpikeGuard(window=8, max_skips=4)) for _ in range(2))
     for idx in range(8):
         course.step(idx)
         other.step(idx)

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from trivium.evals.figure import DARK, draw_legend, dress, label_x, line_style, log_scale, name_entries, new_figure
@@ -49,10 +49,12 @@ def draw_comparison(title: str, x_label: str, panels: Sequence[Panel]) -> Figure
                 )
             _draw_seeds(axes, np.asarray(x_P, dtype=float), np.asarray(y_SP, dtype=float), styles[name])
         dress(axes, panel.title)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         _draw_marks(axes, panel.marks)
         if panel.log_x:
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # behind the scale, which brings its own
         if panel.log_y:
             log_scale(axes)
     label_x(axes, x_label)
