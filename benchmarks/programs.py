@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,9 @@ def nano(backend: str, repeats: int) -> dict[str, Any]:
     batch = Batch(
         ids_T=ids_T, targets_T=ids_T.roll(-1), weight_T=torch.ones(T), rows=rows, num_bytes=T, source="random"
     )
-    with use_backend(backend):
-        step = partial(train_step, network, [batch], optimisers, balancer=balancer, **limits)
+    step = partial(train_step, network, [batch], optimisers, balancer=balancer, **limits)
+    # The largest logit has no kernel: as the quickstart runs, native is what is there.
+    with nullcontext() if backend == "native" else use_backend(backend):
         return {"figures": _rates(step, T, repeats)}
 
 

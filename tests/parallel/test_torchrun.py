@@ -27,7 +27,7 @@ from trivium.recipes import pretraining as recipe_file
 from trivium.train.run_folder import read_run
 from trivium.train.stages import Stage
 
-NUM_STEPS = 16
+NUM_STEPS = 8
 
 
 def changes_of(config, preset, prefix="model."):
@@ -158,7 +158,7 @@ def test_saved_on_two_processes_it_is_the_same_model_on_one_and_on_four(tmp_path
         assert path.name == "__1_0.distcp" or path.suffix == ".saving", path
     torch.testing.assert_close(load(folder).logits([IDS])[0], want, rtol=0, atol=0)
     runs = []
-    for size in (1, 2, 4):
+    for size in (1, 4):
         copy = tmp_path / f"on {size}"
         shutil.copytree(folder, copy, symlinks=True)
         logits, _ = (

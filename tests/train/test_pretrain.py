@@ -208,7 +208,7 @@ def test_the_table_of_who_got_what_is_printed_once(run):
     assert "0.02 × s " in out and "sqrt(max(1, out/in))" in out
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(stops=st.lists(st.integers(0, 8), min_size=1, max_size=4).map(sorted))
 @example(stops=[1, 2, 3, 4, 5, 6, 7, 8])
 def test_an_interrupted_run_is_the_uninterrupted_one_bit_for_bit(uninterrupted, tmp_path_factory, stops):
@@ -227,7 +227,7 @@ def test_an_interrupted_run_is_the_uninterrupted_one_bit_for_bit(uninterrupted, 
     assert_same_run(folder, uninterrupted)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(deaths=st.lists(st.integers(1, 9), min_size=1, max_size=3), save_every_s=st.sampled_from([1e-9, 0.05, 60.0]))
 @example(deaths=[9, 9], save_every_s=60.0)
 def test_a_run_that_dies_goes_on_from_its_last_save(uninterrupted, tmp_path_factory, deaths, save_every_s):
