@@ -94,7 +94,7 @@ class Small(nn.Module):
     def forward(self, x_TD):
         q_TX = self.q_proj(x_TD).tanh()
         y_TD = sum(scale * (q_TX @ expert.T).tanh() for scale, expert in zip(self.scale, self.experts, strict=True))
-        return self.value_head(self.o_proj(y_TD))
+        return self.value_head(self.o_proj(y_TD).tanh())
 
     def head_blocks(self):
         return {"q_proj.weight": Blocks(rows=(4, 3, 3)), "o_proj.weight": Blocks(columns=(3, 3))}
