@@ -64,7 +64,7 @@ def run(name, workers, seconds=None):
 begun = time.monotonic()
 whole, _ = run("whole", 1)
 seconds = time.monotonic() - begun
-kills = [run("killed", (1, 3, 0, 2)[number % 4], rng.uniform(0.05, 0.4) * seconds) for number in range(10)]
+kills = [run("killed", (1, 3, 0, 2)[number % 4], rng.uniform(0.05, 0.3) * seconds) for number in range(10)]
 last, _ = run("killed", 2)
 print("codes", whole, *(code for code, _ in kills), last, sum(in_save for _, in_save in kills), flush=True)
 """
