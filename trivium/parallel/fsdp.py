@@ -23,9 +23,10 @@ def shard_(model: KimiK3, world: World) -> None:
     """Every parameter becomes a DTensor, its first dim cut over the processes; of one process nothing changes.
 
     A model on the meta device allocates its share only: `model.to_empty(device=...)`, then
-    `initialise_(model, seed, place=share_of)`. Gradients are sums over the processes: the loss is divided by the weight of the whole step already. Each decoder layer is gathered
-    by itself for its forward and again for its backward; embedding, head and last norm stay gathered in between, since
-    the loss reads the head's weight outside of a forward. Raises ValueError for a model that is not float32.
+    `initialise_(model, seed, place=share_of)`. Gradients are sums over the processes: the loss is divided by the weight
+    of the whole step already. Each decoder layer is gathered by itself for its forward and again for its backward;
+    embedding, head and last norm stay gathered in between, since the loss reads the head's weight outside of a forward.
+    Raises ValueError for a model that is not float32.
     """
     if world.mesh is None:
         return

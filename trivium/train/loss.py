@@ -14,7 +14,8 @@ def cross_entropy(hidden_TD: Tensor, head_WD: Tensor, targets_T: Tensor, weight_
     """Σ_t weight_t · nll_t in nats, float32, with nll_t = log Σ_w exp(h_t · head_w) − h_t · head_target.
 
     The logits are in the dtype of `hidden_TD`, to which a wider head is cast. The gradients of both are made in the
-    forward, block by block, where the logits still exist. The weights are constants. Raises ValueError when the shapes do not fit one another.
+    forward, block by block, where the logits still exist. The weights are constants. Raises ValueError when the shapes
+    do not fit one another.
     """
     return ops.cross_entropy_sum(hidden_TD, head_WD.to(hidden_TD.dtype), targets_T, weight_T)
 

@@ -42,9 +42,9 @@ class Muon(torch.optim.Optimizer):
     of min(out, in), and 96 blocks of 128 rows out of [12288, 7168] have 12,288 and not 7,168.
 
     How parameters are laid out changes nothing but rounding. A parameter has a gradient on every process or on none.
-    `ns_dtype` is what Newton-Schulz computes in: None is float32 on the CPU (float64 of float64) and
-    bfloat16 elsewhere. Raises ValueError
-    for a parameter that is no contiguous matrix with both sides above 1, and for blocks of no parameter or another shape.
+    `ns_dtype` is what Newton-Schulz computes in: None is float32 on the CPU (float64 of float64) and bfloat16 elsewhere.
+    Raises ValueError for a parameter that is no contiguous matrix with both sides above 1, and for blocks of no
+    parameter or another shape.
     """
 
     def __init__(
