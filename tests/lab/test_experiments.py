@@ -81,12 +81,14 @@ def test_a_run_that_diverges_has_no_final_loss(folder):
 def test_under_adamw_the_same_parameters_are_trained(folder):
     model = fresh_model(TINY, 0)
     muon_, *rest = optimisers_of(model, RECIPE)
-    adamw, *same = optimisers_of(model, replace(RECIPE, matrices="adamw", matrix_lr=0.004))
+    adamw, *same = optimisers_of(model, replace(RECIPE, matrices="adamw", matrix_lr=0.004, momentum=0.8))
     assert isinstance(muon_, Muon) and isinstance(adamw, torch.optim.AdamW)
+    assert [group["momentum"] for group in muon_.param_groups] == [RECIPE.momentum]
+    assert [group["betas"] for group in same[0].param_groups] == [(0.9, 0.95)]
     ids = [[id(p) for group in optimiser.param_groups for p in group["params"]] for optimiser in (muon_, adamw)]
     assert ids[0] == ids[1] and len(rest) == len(same)
     (group,) = adamw.param_groups
-    assert group["full_lr"] == 0.004 and group["betas"] == (0.9, 0.95) and group["weight_decay"] == 0.1
+    assert group["full_lr"] == 0.004 and group["betas"] == (0.8, 0.95) and group["weight_decay"] == 0.1
     with pytest.raises(ValueError, match='matrices: wanted "muon" or "adamw", got \'sgd\''):
         replace(RECIPE, matrices="sgd")
 
@@ -161,44 +163,52 @@ def runs_of(jobs, loss_of):
     )
 
 
+BEST = {"muon": muon.Point(0.024, 0.012, 0.6), "adamw": muon.Point(0.006, 0.006, 0.6)}
+
+
 def loss_of(settings):
-    """Best at .024 and .003 under Muon, at .003 and .006 under AdamW, which is .1 behind."""
-    best, other = (0.024, 0.003) if settings["matrices"] == "muon" else (0.003, 0.006)
-    tuned = math.log(settings["matrix_lr"] / best) ** 2 + abs(settings["other_lr"] - other)
+    """Least at BEST; AdamW is .1 behind there, and .2 with its usual momentum."""
+    best = BEST[settings["matrices"]]
+    tuned = math.log(settings["matrix_lr"] / best.matrix_lr) ** 2 + abs(settings["other_lr"] - best.other_lr)
+    tuned += (settings["momentum"] - best.momentum) / 3 if settings["momentum"] > best.momentum else 0.0
+    tuned += 1.0 if settings["momentum"] < best.momentum else 0.0
     behind = 0.1 if settings["matrices"] == "adamw" else 0.0
     return 3.0 + tuned + behind + 0.4 * math.log(1 / settings["share"])
 
 
-def test_rates_are_tuned_on_one_grid_and_compared_at_other_seeds():
+def test_both_are_tuned_on_one_grid_and_compared_at_other_seeds():
     grid = muon.plan(Results(()), 3)
-    points = {name: [(v.settings["matrix_lr"], v.settings["other_lr"]) for v, _ in grid if v.settings["matrices"] == name]
-              for name in ("muon", "adamw")}  # fmt: skip
-    assert points["muon"] == points["adamw"] and len(points["muon"]) == 12 and {seed for _, seed in grid} == {0}
+    points = {name: [muon.Point(*(v.settings[key] for key in muon.Point._fields)) for v, _ in grid
+                     if v.settings["matrices"] == name] for name in ("muon", "adamw")}  # fmt: skip
+    assert points["muon"] == points["adamw"] == list(muon.GRID) and {seed for _, seed in grid} == {0}
     jobs = muon.plan(runs_of(grid, loss_of), 3)
     final = jobs[len(grid) :]
-    assert jobs[: len(grid)] == grid and {seed for _, seed in final} == {1, 2, 3} and len(final) == 3 * 5
-    rates = {(v.settings["matrices"], v.settings["matrix_lr"], v.settings["other_lr"]) for v, _ in final}
-    assert rates == {("muon", 0.024, 0.003), ("adamw", 0.003, 0.006)}
+    assert jobs[: len(grid)] == grid and {seed for _, seed in final} == {1, 2, 3} and len(final) == 3 * 6
+    chosen = {(v.settings["matrices"], *(v.settings[key] for key in muon.Point._fields)) for v, _ in final}
+    assert chosen == {*((name, *point) for name, point in BEST.items()), ("adamw", 0.006, 0.006, muon.USUAL)}
 
 
 def test_the_share_of_the_tokens_by_hand():
     jobs = muon.plan(runs_of(muon.plan(Results(()), 2), loss_of), 2)
     results = runs_of(jobs, loss_of)
     # 0.4 · ln(1/share) = 0.1: share = exp(-0.25), and the losses are linear in the logarithm.
-    found = muon.shares(results)
+    found = muon.shares(results, "AdamW")
     assert found.mean == pytest.approx(math.exp(-0.25), rel=1e-6) and found.count == 2
-    share, difference, *edges = muon.judge(results)
-    assert (
-        share.outcome == "not met" and difference.outcome == "met" and [edge.outcome for edge in edges] == ["met"] * 2
-    )
+    # The usual momentum costs .1 more, and share is exp(-0.5): below the least that was tried, which is said instead.
+    assert muon.shares(results, muon.USUAL_NAME).mean == min(muon.SHARES)
+    share, usual, difference, *edges = muon.judge(results)
+    assert [share.outcome, usual.outcome, difference.outcome] == ["not met", "met", "met"]
+    assert [edge.outcome for edge in edges] == ["met"] * 2
 
 
-def test_a_best_rate_at_the_edge_of_the_grid_is_said():
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("key", ["matrix_lr", "momentum"])
+def test_a_best_point_at_the_edge_of_the_grid_is_said(key, sign):
     def at_edge(settings):
-        return settings["matrix_lr"] + settings["other_lr"]
+        return sign * settings[key]
 
     results = runs_of(muon.plan(runs_of(muon.plan(Results(()), 2), at_edge), 2), at_edge)
-    assert [verdict.outcome for verdict in muon.judge(results)[2:]] == ["not met"] * 2
+    assert [verdict.outcome for verdict in muon.judge(results)[3:]] == ["not met"] * 2
 
 
 # --- per-head ------------------------------------------------------------------------------------------------------

@@ -98,8 +98,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_killed_in_the_middle_only_what_was_under_way_is_made_again(tmp_path, number):
+@pytest.mark.parametrize(
+    "number, kill",
+    [(signal.SIGKILL, os.killpg), (signal.SIGINT, os.killpg), (signal.SIGKILL, os.kill), (signal.SIGTERM, os.kill)],
+    ids=["all killed", "Ctrl-C", "the first killed", "the first asked to end"],
+)
+def test_killed_in_the_middle_only_what_was_under_way_is_made_again(tmp_path, number, kill):
     (tmp_path / "data").mkdir()
     hold = tmp_path / "data" / "hold-high"
     hold.touch()
@@ -119,10 +123,12 @@ def test_killed_in_the_middle_only_what_was_under_way_is_made_again(tmp_path, nu
             assert process.poll() is None and time.monotonic() < until_s
             time.sleep(0.02)
     finally:
-        os.killpg(process.pid, number)  # a terminal's Ctrl-C reaches the runs too
+        kill(process.pid, number)  # a terminal's Ctrl-C reaches the runs too
     assert process.wait(60) != 0
-    assert not place(tmp_path, 1).exists()
+    time.sleep(1)  # the runs have left by now, too: one that stayed would finish
     hold.unlink()
+    time.sleep(1)
+    assert not place(tmp_path, 1).exists()
     assert make(TOY, tmp_path, num_seeds=1)[1] and calls(tmp_path) == ["high 0", "high 0", "low 0"]
     assert {*(tmp_path / "toy").iterdir()} == {place(tmp_path, 0), place(tmp_path, 1)}
 

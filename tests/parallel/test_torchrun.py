@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.parallel.processes import on_processes
 from tests.runs import metrics_of
@@ -167,3 +168,19 @@ def test_saved_on_two_processes_it_is_the_same_model_on_one_and_on_four(tmp_path
         assert torch.equal(logits[0], want), size
         runs.append([line["loss"] for line in metrics_of(copy)])
         assert len(runs[-1]) == 6 and runs[-1] == pytest.approx(runs[0], rel=1e-5), size  # two steps further
+
+
+def what_it_says_when_the_first_leaves(world, folder):
+    if world.is_first:
+        return None  # and its connections close
+    with pytest.raises(RuntimeError) as error:
+        recipe_file.pretrain_on_text(
+            CONFIG, data=folder, out=folder, name=None, command=(), console=Console(quiet=True), world=world
+        )
+    return str(error.value)
+
+
+def test_a_first_process_that_ends_while_it_reads_the_text_is_told(tmp_path):
+    _, said = on_processes(2, what_it_says_when_the_first_leaves, tmp_path)
+    then = "goes on from its last save, where it has one"
+    assert said == f"process 1 of 2 lost touch with another one, and stops; the same command {then}"

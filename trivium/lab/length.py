@@ -44,7 +44,7 @@ class Stage:
 
 
 MODEL = small_model(num_layers=3)
-RECIPE = Recipe(num_steps=1500, step_tokens=2048, max_len=256)
+RECIPE = Recipe(num_steps=3000, step_tokens=2048, max_len=256)
 # Ids of control tokens, which no text holds. All answers together weigh a little more than the text: of 64 keys, at a
 # weight of 4, nothing was found after 200 steps of 2,048 tokens at length 256; like this, in texts of 64 alone, .73 of
 # the needles after 300 steps of 1,024, and .98 after 1,000.
@@ -54,10 +54,10 @@ NUM_PAIRS = 16
 SHORT_LEN, SHORT_PAIRS = 64, 8
 # At 2,048 tokens a step: 3% and 7% of the first stage. The last has one sequence of 4,096 a step: 5%.
 STAGES = (
-    Stage(length=256, num_steps=1500),
-    Stage(length=512, num_steps=45),
-    Stage(length=1024, num_steps=105),
-    Stage(length=4096, num_steps=38),
+    Stage(length=256, num_steps=3000),
+    Stage(length=512, num_steps=90),
+    Stage(length=1024, num_steps=210),
+    Stage(length=4096, num_steps=75),
 )
 FIRST, GOAL = STAGES[0].length, 4 * STAGES[0].length
 LENGTHS = (256, 512, 1024, 2048, 4096)

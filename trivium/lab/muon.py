@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from typing import NamedTuple
 
 from trivium.lab.experiment import (
     MET,
@@ -30,30 +31,47 @@ from trivium.train.balance import QuantileBalancer
 MODEL = small_model()
 RECIPE = Recipe(num_steps=240, step_tokens=4096, max_len=256, num_evals=12)
 
-MATRIX_LRS = (0.0015, 0.003, 0.006, 0.012, 0.024, 0.048)
-OTHER_LRS = (0.003, 0.006)
 OPTIMISERS = {"Muon": "muon", "AdamW": "adamw"}
 # Of AdamW's tokens, each with a schedule of its own: how far a run gets is known where its rate has fallen.
-SHARES = (1.0, 0.75, 0.6, 0.45)
-_TUNED_AT = 0  # the seed that rates are chosen by; the comparison does not use it
+SHARES = (1.0, 0.85, 0.75, 0.65)
+_TUNED_AT = 0  # the seed that the grid is searched with; the comparison does not use it
 
 
-def tuning(optimiser: str, matrix_lr: float, other_lr: float) -> Variant:
+class Point(NamedTuple):
+    """Of the grid, which is the same for both: the matrices' rate and momentum, and the rate of everything else.
+
+    Momentum is Muon's, and AdamW's first beta.
+    """
+
+    matrix_lr: float
+    other_lr: float
+    momentum: float
+
+    def __str__(self) -> str:
+        return f"{self.matrix_lr:g}, others {self.other_lr:g}, momentum {self.momentum:g}"
+
+
+MATRIX_LRS = (0.003, 0.006, 0.012, 0.024, 0.048, 0.096)
+OTHER_LRS = (0.006, 0.012)
+MOMENTA = (0.3, 0.6, 0.9)
+GRID = tuple(Point(*point) for point in product(MATRIX_LRS, OTHER_LRS, MOMENTA))
+USUAL = 0.9  # AdamW's momentum where nobody tunes it
+USUAL_NAME = f"AdamW, momentum {USUAL:g}"
+
+
+def tuning(optimiser: str, point: Point) -> Variant:
     """A point of the grid."""
-    return Variant(
-        name=f"tuning {optimiser}, {matrix_lr:g} and {other_lr:g}",
-        settings=_settings(optimiser, matrix_lr, other_lr, 1.0),
-    )
+    return Variant(name=f"tuning {optimiser}, {point}", settings=_settings(optimiser, point, 1.0))
 
 
-def compared(optimiser: str, matrix_lr: float, other_lr: float, share: float) -> Variant:
+def compared(optimiser: str, point: Point, share: float) -> Variant:
     """The best point, at seeds that did not choose it."""
     name = optimiser if share == 1 else f"{optimiser}, {share:.0%} of the tokens"
-    return Variant(name=name, settings=_settings(optimiser, matrix_lr, other_lr, share))
+    return Variant(name=name, settings=_settings(optimiser, point, share))
 
 
-def _settings(optimiser: str, matrix_lr: float, other_lr: float, share: float) -> dict[str, object]:
-    return {"matrices": OPTIMISERS[optimiser], "matrix_lr": matrix_lr, "other_lr": other_lr, "share": share}
+def _settings(optimiser: str, point: Point, share: float) -> dict[str, object]:
+    return {"matrices": OPTIMISERS[optimiser], **point._asdict(), "share": share}
 
 
 def run(variant: Variant, seed: int, folder: Path, say: Say) -> Result:
@@ -65,60 +83,58 @@ def run(variant: Variant, seed: int, folder: Path, say: Say) -> Result:
 
 def plan(results: Results, num_seeds: int) -> list[Job]:
     """The whole grid at the tuning seed; then the best of each at `num_seeds` others, Muon at every share."""
-    jobs = [(tuning(*point), _TUNED_AT) for point in _grid()]
+    jobs = [(tuning(name, point), _TUNED_AT) for name in OPTIMISERS for point in GRID]
     if any(results.find(variant.name, seed) is None for variant, seed in jobs):
         return jobs
-    seeds = range(_TUNED_AT + 1, _TUNED_AT + 1 + num_seeds)
-    jobs += [(compared("AdamW", *best(results, "AdamW"), 1.0), seed) for seed in seeds]
-    return jobs + [(compared("Muon", *best(results, "Muon"), share), seed) for share in SHARES for seed in seeds]
+    usual = replace(compared("AdamW", best(results, "AdamW", momentum=USUAL), 1.0), name=USUAL_NAME)
+    variants = [compared("AdamW", best(results, "AdamW"), 1.0), usual]
+    variants += [compared("Muon", best(results, "Muon"), share) for share in SHARES]
+    return jobs + [(variant, _TUNED_AT + 1 + seed) for variant in variants for seed in range(num_seeds)]
 
 
-def best(results: Results, optimiser: str) -> tuple[float, float]:
-    """The rates of the grid's lowest final loss."""
-    return min(
-        ((m, o) for name, m, o in _grid() if name == optimiser), key=lambda rates: _tuned(results, optimiser, *rates)
-    )
+def best(results: Results, optimiser: str, *, momentum: float | None = None) -> Point:
+    """The grid's point of the lowest final loss, of all or of those with this momentum."""
+    points = [point for point in GRID if momentum in (None, point.momentum)]
+    return min(points, key=lambda point: _tuned(results, optimiser, point))
 
 
-def _grid() -> list[tuple[str, float, float]]:
-    return [(name, m, o) for name in OPTIMISERS for m in MATRIX_LRS for o in OTHER_LRS]
-
-
-def _tuned(results: Results, optimiser: str, matrix_lr: float, other_lr: float) -> float:
-    return results.value(tuning(optimiser, matrix_lr, other_lr).name, _TUNED_AT, "final")
+def _tuned(results: Results, optimiser: str, point: Point) -> float:
+    return results.value(tuning(optimiser, point).name, _TUNED_AT, "final")
 
 
 def judge(results: Results) -> list[Verdict]:
     verdicts = [
         at_most(
             "share of AdamW's tokens in which Muon, its rate fallen too, has AdamW's final loss",
-            shares(results),
+            shares(results, "AdamW"),
             0.75,
             3,
         ),
+        at_most(f"the same of AdamW with momentum {USUAL:g}, its rates tuned", shares(results, USUAL_NAME), 0.75, 3),
         at_most("final loss, Muon less AdamW, the same tokens", results.difference("Muon", "AdamW", "final"), 0, 4),
     ]
     for name in OPTIMISERS:
-        matrix_lr, other_lr = best(results, name)
-        inside = matrix_lr not in (MATRIX_LRS[0], MATRIX_LRS[-1])
+        point = best(results, name)
+        ends = (*MATRIX_LRS[:: len(MATRIX_LRS) - 1], *MOMENTA[:: len(MOMENTA) - 1])
+        inside = not {point.matrix_lr, point.momentum} & set(ends)
         verdicts.append(
             Verdict(
-                goal=f"{name}: the best rate of the matrices is no edge of the grid",
+                goal=f"{name}: the best rate and momentum of the matrices are no edge of the grid",
                 target="inside",
-                found=f"{matrix_lr:g} (others {other_lr:g})",
+                found=str(point),
                 outcome=MET if inside else MISSED,
             )
         )
     return verdicts
 
 
-def shares(results: Results) -> Estimate:
-    """Seed by seed, the share of the tokens at which Muon's line through its final losses meets AdamW's final loss."""
+def shares(results: Results, other: str) -> Estimate:
+    """Seed by seed, the share of the tokens at which Muon's line through its final losses meets the other's final loss."""
+    names = [(share, compared("Muon", best(results, "Muon"), share).name) for share in sorted(SHARES)]
     found = []
-    for adamw in results.of("AdamW"):
-        names = [(share, compared("Muon", *best(results, "Muon"), share).name) for share in sorted(SHARES)]
-        points = [(share, results.value(name, adamw.seed, "final")) for share, name in names]
-        found.append(crossing(points, results.value("AdamW", adamw.seed, "final")))
+    for run in results.of(other):
+        points = [(share, results.value(name, run.seed, "final")) for share, name in names]
+        found.append(crossing(points, results.value(other, run.seed, "final")))
     return Estimate.of(found)
 
 
@@ -137,26 +153,18 @@ def crossing(points: list[tuple[float, float]], target: float) -> float:
 
 
 def notes(results: Results) -> list[str]:
-    columns = [(name, other_lr) for name in OPTIMISERS for other_lr in OTHER_LRS]
+    columns = [(name, momentum) for name in OPTIMISERS for momentum in MOMENTA]
     lines = [
-        "| rate of the matrices | " + " | ".join(f"{name}, others {other_lr:g}" for name, other_lr in columns) + " |",
+        "| rate of the matrices, of everything else | " + " | ".join(f"{name}, {momentum:g}" for name, momentum in columns) + " |",
         "| ---: |" + " ---: |" * len(columns),
-    ]
-    for matrix_lr in MATRIX_LRS:
-        losses = [_tuned(results, name, matrix_lr, other_lr) for name, other_lr in columns]
-        lines.append(
-            f"| {matrix_lr:g} | " + " | ".join(f"{x:.4f}" if math.isfinite(x) else "diverged" for x in losses) + " |"
-        )
-    on_the_way = [
-        crossing(list(zip(*muon.result.curves["heldout"], strict=True)), adamw.result.curves["heldout"][1][-1])
-        / adamw.result.curves["heldout"][0][-1]
-        for muon, adamw in zip(results.of("Muon"), results.of("AdamW"), strict=True)
-    ]
-    along = Estimate.of(on_the_way).text(3)
+    ]  # fmt: skip
+    for matrix_lr, other_lr in product(MATRIX_LRS, OTHER_LRS):
+        losses = [_tuned(results, name, Point(matrix_lr, other_lr, momentum)) for name, momentum in columns]
+        cells = [f"{loss:.4f}" if math.isfinite(loss) else "diverged" for loss in losses]
+        lines.append(f"| {matrix_lr:g}, {other_lr:g} | " + " | ".join(cells) + " |")
     return [
-        f"The grid, final held-out loss at seed {_TUNED_AT}, which the comparison leaves out:",
+        f"The grid by optimiser and momentum, final held-out loss at seed {_TUNED_AT}, which the comparison leaves out:",
         "\n".join(lines),
-        f"Read along Muon's whole run instead, whose rate has not fallen yet where the curves cross: {along} of the tokens.",
     ]
 
 
@@ -172,6 +180,10 @@ def pictures(results: Results) -> list[Picture]:
     return [Picture(title="Muon beside AdamW", x="tokens", panels=panels)]
 
 
+def _list(values: tuple[float, ...]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
 EXPERIMENT = Experiment(
     name="muon",
     title="Muon beside AdamW",
@@ -179,12 +191,13 @@ EXPERIMENT = Experiment(
     "experts trained in public: 1.2 to 1.3×).",
     setting=f"A K3 of {MODEL.num_layers} layers, width {MODEL.hidden_size}, {MODEL.moe.num_experts} experts of which "
     f"{MODEL.moe.num_experts_per_token} are active; {RECIPE.num_steps} steps of {RECIPE.step_tokens:,} tokens of Python "
-    "source, rates constant for 40% of the run, then falling to 2%. The matrices are under per-Head Muon or under AdamW "
-    f"(.9, .95), both with decay {RECIPE.weight_decay:g}; everything else is under AdamW in both. Both have the same grid: "
-    f"matrices {', '.join(f'{lr:g}' for lr in MATRIX_LRS)}, everything else {', '.join(f'{lr:g}' for lr in OTHER_LRS)}. "
+    "source, rates constant for 40% of the run, then falling to 2%. The matrices are under per-Head Muon or under AdamW, "
+    f"both with decay {RECIPE.weight_decay:g}; everything else is under AdamW (.9, .95) in both. Both have the same grid: "
+    f"rates of the matrices {_list(MATRIX_LRS)}, of everything else {_list(OTHER_LRS)}, momentum of the matrices "
+    f"{_list(MOMENTA)} (AdamW's first beta; its second is .95). "
     "The best point of each is then run at seeds of its own, Muon also with fewer tokens and a schedule as much shorter.",
     settings={"model": asdict(replace(MODEL, source={})), "recipe": asdict(RECIPE)},
-    variants=tuple(tuning(*point) for point in _grid()),
+    variants=tuple(tuning(name, point) for name in OPTIMISERS for point in GRID),
     plan=plan,
     prepare=prepare_text,
     run=run,

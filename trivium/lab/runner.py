@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,8 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _work(run: Any, variant: Variant, seed: int, fingerprint: str, folder: Path, by: dict[str, Any]) -> None:
-    """One run, in a process of its own."""
+    """One run, in a process of its own, which leaves with the one that started it, however that ends."""
+    threading.Thread(target=_leave_with, args=(multiprocessing.parent_process(),), daemon=True).start()
     begun_s = time.monotonic()
     try:
         result = run(
@@ -173,6 +175,11 @@ def _work(run: Any, variant: Variant, seed: int, fingerprint: str, folder: Path,
         result=result,
     )
     write_text(file_of(folder, variant.name, seed, fingerprint), json.dumps(kept.to_json(), ensure_ascii=False) + "\n")
+
+
+def _leave_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def made_by(threads: int) -> dict[str, Any]:

@@ -30,8 +30,9 @@ _EXCERPT_LEN = 1024
 class Recipe:
     """How a small model is trained. `matrices` is the optimiser of all matrices, "muon" or "adamw", `matrix_lr` its rate.
 
-    Everything else is under AdamW at `other_lr`. Rates warm up over 10 steps, stay until 40% of the run and fall
-    linearly to 2%. `per_head` is whether Muon makes each head's block orthogonal by itself.
+    `momentum` is Muon's, or the first beta of that AdamW; its second is .95. Everything else is under AdamW (.9, .95) at
+    `other_lr`. Rates warm up over 10 steps, stay until 40% of the run and fall linearly to 2%. `per_head` is whether
+    Muon makes each head's block orthogonal by itself.
     """
 
     num_steps: int
@@ -39,6 +40,7 @@ class Recipe:
     max_len: int = 256
     matrices: str = "muon"
     matrix_lr: float = 0.02
+    momentum: float = 0.95
     other_lr: float = 6e-3
     per_head: bool = True
     weight_decay: float = 0.1
@@ -106,11 +108,12 @@ def optimisers_of(model: KimiK3, recipe: Recipe) -> list[torch.optim.Optimizer]:
         model,
         muon_lr=recipe.matrix_lr,
         adamw_lr=recipe.other_lr,
+        muon_momentum=recipe.momentum,
         weight_decay=recipe.weight_decay,
         per_head=recipe.per_head,
     )
     if recipe.matrices == "adamw":
-        betas = next(group.averages for group in groups if group.optimiser == "AdamW")
+        betas = (recipe.momentum, 0.95)
         groups = [
             replace(group, optimiser="AdamW", averages=betas) if group.optimiser == "Muon" else group
             for group in groups

@@ -159,7 +159,8 @@ def pretrain_on_text(
     config.num_micro(world)
     _check_memory(config, world)
     if not world.is_first:
-        folder, heldout = world.from_first((Path(), None))
+        with _losses_told(None, world):
+            folder, heldout = world.from_first((Path(), None))
         with _losses_told(folder, world):
             pretrain(
                 config, open_shards(folder / TOKENS), heldout, None, folder, about={}, console=console, world=world
@@ -190,8 +191,8 @@ def pretrain_on_text(
             "bytes each"
         )
         write_heldout(folder, text.heldout)
-        world.from_first((folder, corpus.heldout))
         with _losses_told(folder, world):
+            world.from_first((folder, corpus.heldout))
             result = pretrain(
                 config,
                 corpus.train,
@@ -219,15 +220,19 @@ def pretrain_on_text(
 
 
 @contextmanager
-def _losses_told(folder: Path, world: World) -> Iterator[None]:
-    """That a process was lost is told as what it is, and not as a broken connection."""
+def _losses_told(folder: Path | None, world: World) -> Iterator[None]:
+    """That a process was lost is told as what it is, and not as a broken connection. None: no folder is known yet."""
     try:
         yield
     except (RuntimeError, OSError) as error:
         if not world.lost_one(error):
             raise
-        latest = folder / "resume" / LATEST
-        then = f"goes on from {latest.parent / latest.readlink()}" if latest.exists() else "begins anew: no save yet"
+        then = "goes on from its last save, where it has one"
+        if folder is not None:
+            latest = folder / "resume" / LATEST
+            then = (
+                f"goes on from {latest.parent / latest.readlink()}" if latest.exists() else "begins anew: no save yet"
+            )
         raise RuntimeError(
             f"process {world.rank} of {world.size} lost touch with another one, and stops; the same command {then}"
         ) from error
