@@ -125,8 +125,29 @@ def test_killed_at_ten_random_moments_it_ends_as_if_it_had_not_been(tmp_path):
     assert json.loads((killed / "run.json").read_text())["finished"] is True
 
 
+def test_in_bfloat16_with_layers_run_again_it_ends_with_the_checkpoints_own_words(place, capsys):
+    changes = ("batch_tokens=48", "stages=24:1", "compute_dtype=bfloat16", "checkpoint_layers=true")
+    code, out, err = main(capsys, "train", "nano", *changes, "--data", "text", "--steps", "2")
+    assert (code, err) == (0, "") and "from the trained model and from its files alike" in out
+    assert json.loads((place / "runs" / "train-nano" / "run.json").read_text())["finished"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nano", "--seed", "5", "seed=1"), "seed: was given already, as --seed; wanted it once"),
+        (("nano", "--save-every", "5", "save_every_s=1"), "save_every_s: was given already, as --save-every; wanted it once"),
+        (("nano", "--steps", "5", "length.num_steps=6"), "length.num_steps: was given already, as --steps; wanted it once"),
+        (("nano", "--steps", "0", "--minutes", "1"), "steps: wanted at least 1, got 0"),
+        (("nano-long", "--minutes", "1"), "minutes: nano-long has a number of steps, 1000, and goes by no clock; wanted --steps"),
+    ],
+)  # fmt: skip
+def test_an_option_that_would_do_nothing_is_an_error(place, capsys, arguments, message):
+    assert main(capsys, "train", *arguments, "--show") == (1, "", f"error: {message}\n")
+
+
 def test_every_option_reaches_the_run(place, capsys):
-    arguments = ("train", "micro", "--data", "text/", "--steps", "1", "--minutes", "7", "--seed", "5", "--out", "here")
+    arguments = ("train", "micro", "--data", "text/", "--steps", "1", "--seed", "5", "--out", "here")
     arguments += ("batch_tokens=48", "stages=24:1", "muon_lr=.01", "adamw_lr=2e-3", "schedule.final=.5")
     code, out, err = main(capsys, *arguments, "--save-every", "9")
     assert (code, err) == (0, "") and "trivium generate here/train-micro --prompt 'def w" in out
@@ -138,7 +159,7 @@ def test_every_option_reaches_the_run(place, capsys):
     assert there["arguments"] | given == there["arguments"]
     assert there["arguments"]["schedule"]["final"] == 0.5
     assert there["layout"] | {"save_every_s": 9, "device": "cpu", "processes": 1} == there["layout"]
-    assert there["arguments"]["length"] == {"seconds": 420, "num_steps": 1}
+    assert there["arguments"]["length"] == {"seconds": None, "num_steps": 1}
     assert there["tokens"] == 48 and len(metrics_of(run)) == 1
     assert main(capsys, *arguments)[0] == 0 and (place / "here" / "train-micro-2").exists()
 

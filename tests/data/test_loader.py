@@ -178,8 +178,8 @@ def test_the_order_depends_on_the_seed_the_stage_and_the_epoch_alone():
         return ids_of(loader, 2), ids_of(loader, 2)
 
     assert epochs(3, 0) == epochs(3, 0)
-    orders = [tuple(ids) for seed in (3, 4) for stage in (0, 1, 2) for ids in epochs(seed, stage)]
-    assert len(set(orders)) == 12 and len({tuple(sorted(ids)) for ids in orders}) == 1
+    orders = [tuple(ids) for seed in (3, 4, 2**32 + 3, 2**40 + 3) for stage in (0, 1, 2) for ids in epochs(seed, stage)]
+    assert len(set(orders)) == 24 and len({tuple(sorted(ids)) for ids in orders}) == 1
 
 
 def test_shards_and_memory_give_the_same_batches(tmp_path):

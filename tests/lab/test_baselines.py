@@ -1,15 +1,21 @@
 """The baselines that quantile balancing is measured against: what moves, by how much, and what the gauges say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.routers import Routers, skewed_scores
 from tests.tiny import tiny_config
+from tests.train.test_pretrain import TEXTS, new_model, new_optimisers, stream_of
+from trivium.data.pack import make_batch, pieces
 from trivium.lab.baselines import AuxiliaryLoss, NoBalancing, SignRule
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.ops.rows import Rows
+from trivium.train import step as step_file
 from trivium.train.balance import Balance
+from trivium.train.step import train_step
 
 # 4 tokens, 4 experts, top-1: experts 0, 0, 0 and 2 are taken.
 SCORES = torch.tensor([[[0.8, 0.1, 0.1, 0.0], [0.6, 0.2, 0.1, 0.1], [0.4, 0.2, 0.2, 0.2], [0.1, 0.1, 0.4, 0.2]]])
@@ -101,3 +107,32 @@ def test_options_that_do_nothing_are_errors():
         SignRule(0)
     with pytest.raises(ValueError, match="auxiliary loss: weight is above 0, got 0"):
         AuxiliaryLoss(0)
+
+
+def test_the_auxiliary_loss_of_a_step_is_the_mean_of_its_micro_batches_by_weight(monkeypatch):
+    """Gradients of the penalty alone: the loss itself is made zero."""
+    monkeypatch.setattr(step_file, "cross_entropy", lambda hidden_TD, *_: 0 * hidden_TD.sum())
+    stream = stream_of(TEXTS[:8])
+    spans = [(first, end) for first, end in pieces(stream, 40) if end - first == 40]
+    light, heavy = (make_batch(stream, [span], "test") for span in spans[:2])
+    heavy = replace(heavy, weight_T=3 * heavy.weight_T)
+
+    def grads_of(*batches):
+        model = new_model()
+        found = {}
+        train_step(
+            model,
+            batches,
+            new_optimisers(model),
+            balancer=AuxiliaryLoss(0.5),
+            look=lambda model: found.update(
+                {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            ),
+        )
+        return found
+
+    both, one, other = grads_of(light, heavy), grads_of(light), grads_of(heavy)
+    moved = [name for name, grad in both.items() if name.endswith("gate.weight") and grad.abs().max() > 1e-6]
+    assert moved
+    for name in moved:
+        torch.testing.assert_close(both[name], one[name] / 4 + 3 * other[name] / 4, rtol=1e-4, atol=1e-8)

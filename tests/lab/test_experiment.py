@@ -26,6 +26,8 @@ def test_one_seed_has_no_interval_and_a_diverged_one_no_mean():
     assert Estimate.of([2.0]).half == math.inf and Estimate.of([2.0]).text(1) == "2.0"
     assert Estimate.of([2.0, math.inf]) == Estimate(mean=math.inf, half=0.0, count=2)
     assert Estimate.of([2.0, math.inf]).text(1) == "never"
+    assert Estimate.of([2.0, -math.inf]).text(1) == "the other diverged"
+    assert Estimate.of([math.inf, -math.inf]).text(1) == "both diverged"
     with pytest.raises(ValueError, match="at least one seed, got none"):
         Estimate.of([])
 
@@ -81,6 +83,17 @@ def test_a_verdict_says_whether_noise_could_turn_it(mean, half, outcome):
     found = Estimate(mean=mean, half=half, count=3)
     assert at_most("g", found, 1, 1).outcome == outcome
     assert at_least("g", replace(found, mean=-mean), -1, 1).outcome == outcome
+
+
+def test_what_diverged_meets_nothing_and_what_it_is_compared_with_is_not_blamed():
+    lost, kept = (Results([run_of("a", 0, x=a), run_of("b", 0, x=b)]) for a, b in ((None, 1.0), (1.0, None)))
+    assert at_least("g", lost.estimate("a", "x"), 0.9, 1).outcome == "not met"
+    assert at_most("g", lost.estimate("a", "x"), 0.9, 1).outcome == "not met"
+    assert at_most("g", lost.difference("a", "b", "x"), 0, 1).outcome == "not met"
+    verdict = at_most("g", kept.difference("a", "b", "x"), 0, 1)
+    assert (verdict.outcome, verdict.found) == ("met", "the other diverged")
+    both = Results([run_of("a", 0, x=None), run_of("b", 0, x=None)]).difference("a", "b", "x")
+    assert at_most("g", both, 0, 1).outcome == at_least("g", both, 0, 1).outcome == "not met"
 
 
 def test_a_run_comes_back_from_json():

@@ -153,6 +153,7 @@ def test_where_a_curve_meets_a_loss_by_hand():
     assert muon.crossing(points, 3.0) == pytest.approx(0.75)
     assert muon.crossing(points, 2.5) == pytest.approx(math.sqrt(0.75))  # half way from 0.75 to 1 in log x
     assert muon.crossing(points, 4.5) == 0.5 and muon.crossing(points, 1.0) == math.inf
+    assert muon.crossing(points, math.inf) == -math.inf  # what has the target diverged: no share of its tokens
 
 
 def runs_of(jobs, loss_of):

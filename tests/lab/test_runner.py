@@ -144,3 +144,13 @@ def test_a_file_is_named_for_its_run():
     assert (
         file_of(Path(), "Muon, 75% of the tokens", 1, "0123456789").name == "muon-75-of-the-tokens-seed1-01234567.json"
     )
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"variant": "low"}'])
+def test_a_kept_file_that_holds_no_run_is_named(tmp_path, text):
+    make(TOY, tmp_path, num_seeds=1)
+    place(tmp_path, 0).write_text(text)
+    with pytest.raises(
+        ValueError, match=r"low-seed0-.*\.json: wanted a finished run, got .*; without the file it is made"
+    ):
+        make(TOY, tmp_path, num_seeds=1)

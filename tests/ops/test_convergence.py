@@ -96,11 +96,11 @@ def test_four_updates_on_fresh_batches_are_enough(num_experts, num_active, num_t
 def test_the_sign_rule_takes_more_than_forty_times_as_long():
     """160 updates of 1e-3 move a bias by 0.16 at most; quantile balancing needs four. A sign needs fewer tokens."""
     generator = torch.Generator().manual_seed(2)
-    skew_E, bias_E = skew_of(256), torch.zeros(256)
+    skew_E, bias_E = skew_of(896), torch.zeros(896)
     for _ in range(160):
-        count_E = count_experts(skewed_scores(1024, skew_E, generator), bias_E, 8)
-        bias_E += 1e-3 * (count_E.sum() - 256 * count_E).sign()
-    assert expected_max_violation(bias_E, skew_E, 8, generator) > 1.5 * floor(8192, 256, 8)
+        count_E = count_experts(skewed_scores(1024, skew_E, generator), bias_E, 16)
+        bias_E += 1e-3 * (count_E.sum() - 896 * count_E).sign()
+    assert expected_max_violation(bias_E, skew_E, 16, generator) > 1.5 * floor(16384, 896, 16)
 
 
 @pytest.mark.parametrize("num_tokens", [2048, 16384])

@@ -41,6 +41,10 @@ def stream_of(num_documents=60):
     return TokenStream(ids_T=torch.tensor(ids, dtype=torch.int32), starts=tuple(starts), num_bytes_W=num_bytes_W)
 
 
+# So small that every step is clipped, and a head in most of them.
+CLIP_NORM, LOGIT_LIMIT = 0.1, 0.05
+
+
 class Course:
     """A tiny run of four micro-batches a step, on however many processes."""
 
@@ -65,9 +69,11 @@ class Course:
         )
         self.guard = SpikeGuard()
         self.grads = {}
+        self.optimisers[0].register_step_pre_hook(self.keep_grads)
 
-    def look(self, model):
-        self.grads = own_of({name: parameter.grad for name, parameter in model.named_parameters()})
+    def keep_grads(self, *_):
+        """As the optimisers get them, clipped."""
+        self.grads = own_of({name: parameter.grad for name, parameter in self.model.named_parameters()})
 
     def step(self):
         return train_step(
@@ -76,10 +82,9 @@ class Course:
             self.optimisers,
             balancer=self.balancer,
             world=self.world,
-            clip_norm=1.0,
-            logit_limit=100.0,
+            clip_norm=CLIP_NORM,
+            logit_limit=LOGIT_LIMIT,
             guard=self.guard,
-            look=self.look,
         )
 
 
@@ -134,12 +139,13 @@ def alone():
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_step_is_the_step_of_one_process(size):
-    """From the same weights: loss, norm and every gradient to 1e-5, and every bias bit for bit.
+    """From the same weights: loss, norm and every clipped gradient to 1e-5, and every bias bit for bit.
 
     Doubled expert gradients under a loss that looks fine (pytorch#160285), doubled ones in groups of one
     (Megatron-LM#6660): the kind is a scale that is wrong on one layout alone, so each parameter is compared by itself.
     """
     results, grads, states = spread(size, 20)
+    assert any(result.clipped_heads for result in results)
     course = Course(ALONE)
     for step, (got, got_grads) in enumerate(zip(results, grads, strict=True)):
         course.model.load_state_dict(states[step])
@@ -147,13 +153,18 @@ def test_every_step_is_the_step_of_one_process(size):
         assert got.loss == pytest.approx(want.loss, rel=1e-5)
         assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
         assert (got.num_tokens, got.num_bytes, got.balance) == (want.num_tokens, want.num_bytes, want.balance)
+        assert got.clipped_heads == want.clipped_heads
         want_grads = whole_of([course.grads])
+        for each in (got_grads, want_grads):  # the norm over all of them is the limit, whoever holds what
+            assert float(torch.nn.utils.get_total_norm(each.values())) == pytest.approx(CLIP_NORM, rel=1e-5)
         assert got_grads.keys() == want_grads.keys()
         for name, want_grad in want_grads.items():
             assert relative_error(got_grads[name], want_grad) < 1e-5, (step, name)
-        for name, bias in course.model.state_dict().items():
+        for name, after in course.model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
-                assert torch.equal(states[step + 1][name], bias), (step, name)
+                assert torch.equal(states[step + 1][name], after), (step, name)
+            elif name.endswith(("q_b_proj.weight", "kv_b_proj.weight")):  # heads were scaled, by what all processes saw
+                assert relative_error(states[step + 1][name], after) < 1e-5, (step, name)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -189,3 +200,32 @@ def spoilt_on_the_last(world):
 def test_what_is_not_finite_in_one_process_is_applied_by_none():
     reason = "loss nan and gradient norm nan, wanted finite ones"
     assert on_processes(2, spoilt_on_the_last) == [(reason, True, None)] * 2
+
+
+def refused(world, spoil):
+    course = Course(world)
+    batches = next(course.loader)
+    with pytest.raises(ValueError) as error:
+        train_step(course.model, spoil(batches, world.rank), course.optimisers, balancer=course.balancer, world=world)
+    return str(error.value), course.step().skipped
+
+
+def one_less(batches, rank):
+    return batches[rank:]
+
+
+def pictures_for_the_first(batches, rank):
+    return batches if rank else [replace(batches[0], pixels=object()), *batches[1:]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        (one_less, "2 batches with pictures in 0, 1 batches with pictures in 0"),
+        (pictures_for_the_first, "2 batches with pictures in 1, 2 batches with pictures in 0"),
+    ],
+)
+def test_batches_that_do_not_go_together_are_refused_by_every_process(spoil, got):
+    """A collective that some processes skip: the others wait for ever, or the next one's numbers are taken for its own."""
+    want = f"step: wanted as many batches on every process, with pictures in the same, got {got}"
+    assert on_processes(2, refused, spoil) == [(want, None)] * 2

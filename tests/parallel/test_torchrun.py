@@ -23,7 +23,7 @@ from trivium.checkpoint.resume import load_resume_point
 from trivium.cli import pretraining as show_file
 from trivium.config import model_preset
 from trivium.ops.rows import Rows
-from trivium.parallel.world import ALONE
+from trivium.parallel.world import ALONE, World
 from trivium.recipes import pretraining as recipe_file
 from trivium.train.run_folder import read_run
 from trivium.train.stages import Stage
@@ -184,3 +184,19 @@ def test_a_first_process_that_ends_while_it_reads_the_text_is_told(tmp_path):
     _, said = on_processes(2, what_it_says_when_the_first_leaves, tmp_path)
     then = "goes on from its last save, where it has one"
     assert said == f"process 1 of 2 lost touch with another one, and stops; the same command {then}"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Socket Timeout"), False),
+        (torch.distributed.DistNetworkError("The client socket has failed"), True),
+        (OSError("step-00000002: could not be saved: another process does not answer"), True),
+        (OSError("runs/connection-tests/metrics.jsonl: cannot be written: No space left on device"), False),
+        (OSError(28, "No space left on device", "runs/gloo/metrics.jsonl"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+    ],
+)  # fmt: skip
+def test_what_looks_like_a_lost_process(error, lost):
+    assert World(size=2).lost_one(error) is lost and not ALONE.lost_one(error)

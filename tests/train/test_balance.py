@@ -226,7 +226,9 @@ def test_a_fresh_process_goes_on_with_the_same_routes(tmp_path):
 
 @pytest.mark.parametrize("size", [0.3, -0.3])
 def test_training_and_decoding_choose_the_same_experts(size):
-    """One function adds the bias, for all of them; with the other sign in one place these sets would be others.
+    """A bias that is added in training and subtracted in decoding (Megatron-LM#6802): the kind is one rule in two places.
+
+    One function adds the bias, for all of them; with the other sign in one place these sets would be others.
 
     The compiled decode step adds it in a kernel: test_step.py holds its logits to the forward's, with such biases.
     """

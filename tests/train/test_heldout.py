@@ -138,13 +138,14 @@ def test_where_there_is_no_token_to_score_it_is_said(model, lengths):
     [
         ((101,), 1000, 10, 10 * [10]),  # all of it
         ((101,), 50, 10, 5 * [10]),  # 100 are twice 50: every other piece
-        ((101,), 33, 10, [10, 10, 10, 10]),  # every third of 10 pieces
+        ((101,), 33, 10, [10, 10, 10]),  # every third of 10 pieces
+        ((8, 101, 101), 60, 60, [7, 40, 40]),  # by tokens and not by pieces: 7 stand for 24, 47 for 162
         ((8, 101), 1000, 60, [7, 60, 40]),
         ((6, 1, 6, 6, 6), 10, 60, [5, 5]),  # whole documents, every other one; [BOS] alone is none
         ((301, 4), 1, 100, [100]),  # never nothing
     ],
 )
-def test_an_excerpt_is_every_so_many_th_piece(lengths, num_tokens, piece_len, want):
+def test_an_excerpt_is_spread_over_the_tokens(lengths, num_tokens, piece_len, want):
     stream = random_stream(lengths)
     part = excerpt(stream, num_tokens, piece_len)
     assert [end - start - 1 for start, end in pairwise(part.starts)] == want

@@ -123,3 +123,22 @@ def test_a_run_skips_counts_logs_and_goes_on(monkeypatch, tmp_path):
     about = read_run(tmp_path)
     assert (about["steps"], about["skipped_steps"], about["tokens"]) == (9, 1, 9 * 72)
     assert CONFIG.moe.num_experts > lines[5]["idle_experts"]
+
+
+@pytest.mark.parametrize("clip_norm", [0.01, 1e6, None])
+def test_the_optimisers_get_gradients_of_the_clipped_norm(clip_norm):
+    seen = []
+    for limit in (None, clip_norm):
+        model = new_model()
+        optimisers = new_optimisers(model)
+        optimisers[0].register_step_pre_hook(
+            lambda *_, model=model: seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        )
+        batches = next(Loader(STREAM, max_len=32, micro_tokens=32, num_micro=2, seed=0, source="test"))
+        result = train_step(model, batches, optimisers, balancer=QuantileBalancer(), clip_norm=limit)
+    plain, clipped = seen
+    norm = float(torch.nn.utils.get_total_norm(plain.values()))
+    assert result.grad_norm == pytest.approx(norm, rel=1e-6) and 0.01 < norm < 1e6
+    factor = 0.01 / norm if clip_norm == 0.01 else 1.0
+    for name, grad in plain.items():  # one factor for all of them
+        torch.testing.assert_close(clipped[name], grad * factor, rtol=1e-6, atol=0)

@@ -16,7 +16,7 @@ def train(
         typer.Argument(help="fields of the recipe: muon_lr=.03 model.num_layers=8 ...; --show lists them"),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="a folder of text or code, or one file")] = None,
-    minutes: Annotated[float, typer.Option(help="how long to train")] = 10.0,
+    minutes: Annotated[float | None, typer.Option(help="how long to train, 10 where no steps are given")] = None,
     steps: Annotated[int | None, typer.Option(help="train for so many steps, however long they take")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run; else train-RECIPE, train-RECIPE-2, ...")] = None,
     out: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
@@ -37,6 +37,7 @@ def train(
     from trivium.recipes.pretraining import pretraining
 
     config = pretraining(recipe, minutes=minutes, num_steps=steps, save_every_s=save_every, device=device, seed=seed)
+    _check_once(context, changes or [])
     config = override(config, changes or [])
     if show:
         typer.echo("\n".join(describe(config)))
@@ -44,3 +45,21 @@ def train(
     if data is None:
         raise ValueError("data: wanted a folder of text, as in --data DIR")
     run(config, data=data, out=out, name=name, command=context.obj)
+
+
+# Options that are fields of the recipe, too.
+_FIELDS = {
+    "minutes": "length.seconds",
+    "steps": "length.num_steps",
+    "save_every": "save_every_s",
+    "device": "device",
+    "seed": "seed",
+}
+
+
+def _check_once(context: typer.Context, changes: list[str]) -> None:
+    names = {change.partition("=")[0].strip() for change in changes}
+    for option, field in _FIELDS.items():
+        source = context.get_parameter_source(option)
+        if field in names and source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"{field}: was given already, as --{option.replace('_', '-')}; wanted it once")

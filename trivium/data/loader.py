@@ -201,6 +201,6 @@ class _Walk:
         return np.concatenate(spans)
 
     def _order_of(self, stage: int, epoch: int) -> NDArray[np.int64]:
-        # Both factors are odd: torch takes the low 32 bits of a seed, and these must differ.
-        number = (self._seed * 1_000_003 + epoch + stage * 2_654_435_761) % 2**63
+        # torch takes the low 32 bits of a seed, and these must differ: the factors are odd, and the seed's high bits join.
+        number = (self._seed * 1_000_003 + epoch + stage * 2_654_435_761 + (self._seed >> 32) * 2_246_822_519) % 2**63
         return torch.randperm(len(self._piece_P2), generator=torch.Generator().manual_seed(number)).numpy()

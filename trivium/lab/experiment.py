@@ -55,7 +55,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over seeds and half the width of its 95% t-interval: infinite for one seed, 0 where the mean is infinite."""
+    """A mean over seeds and half the width of its 95% t-interval, which is infinite for one seed.
+
+    Where a number is not finite there is no interval, and the mean is what it is: inf where something never came or a
+    loss diverged, -inf where what it is compared with did, nan where both did.
+    """
 
     mean: float
     half: float
@@ -66,7 +70,7 @@ class Estimate:
         if not values:
             raise ValueError("estimate: wanted the numbers of at least one seed, got none")
         if not all(map(math.isfinite, values)):
-            return cls(mean=math.inf, half=0.0, count=len(values))
+            return cls(mean=sum(values), half=0.0, count=len(values))
         mean = math.fsum(values) / len(values)
         half = (
             math.inf
@@ -78,7 +82,7 @@ class Estimate:
     def text(self, digits: int) -> str:
         """`mean ± half`, or the mean alone where one seed gives no interval."""
         if not math.isfinite(self.mean):
-            return "never"
+            return {math.inf: "never", -math.inf: "the other diverged"}.get(self.mean, "both diverged")
         return f"{self.mean:.{digits}f}" + (f" ± {self.half:.{digits}f}" if math.isfinite(self.half) else "")
 
 
@@ -232,7 +236,7 @@ def at_least(goal: str, found: Estimate, target: float, digits: int, *, wanted: 
         goal=goal,
         target=wanted or f"≥ {target:.{digits}f}",
         found=found.text(digits),
-        outcome=_outcome(found.mean - target, found.half),
+        outcome=_outcome(found.mean - target if math.isfinite(found.mean) else -math.inf, found.half),
     )
 
 

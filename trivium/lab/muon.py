@@ -141,8 +141,10 @@ def shares(results: Results, other: str) -> Estimate:
 def crossing(points: list[tuple[float, float]], target: float) -> float:
     """Where the losses (x, loss) first come down to `target`, linear in log x between two of them.
 
-    The first x where they begin below it, infinite where they never do.
+    The first x where they begin below it, infinite where they never do; -inf where what has the target diverged.
     """
+    if not math.isfinite(target):
+        return -math.inf
     for (x, loss), (next_x, next_loss) in pairwise(points):
         if loss <= target:
             return x

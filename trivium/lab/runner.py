@@ -66,8 +66,11 @@ def run_missing(
 
 
 def finished(experiment: Experiment, folder: Path, facts: dict[str, Any], num_seeds: int) -> Results:
-    """The runs of `folder` that this experiment still wants; those of other settings or data are passed over."""
-    kept = [Run.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+    """The runs of `folder` that this experiment still wants; those of other settings or data are passed over.
+
+    Raises ValueError for a file that holds no run.
+    """
+    kept = [_read(path) for path in sorted(folder.glob("*.json"))]
     by_print = {run.fingerprint: run for run in kept}
     results = Results(())
     while True:  # a plan may want more once its first runs are there
@@ -77,6 +80,13 @@ def finished(experiment: Experiment, folder: Path, facts: dict[str, Any], num_se
         if len(now.runs) == len(results.runs):
             return now
         results = now
+
+
+def _read(path: Path) -> Run:
+    try:
+        return Run.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: wanted a finished run, got {error}; without the file it is made again") from error
 
 
 def file_of(folder: Path, variant: str, seed: int, fingerprint: str) -> Path:

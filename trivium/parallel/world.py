@@ -81,8 +81,11 @@ class World:
         """Whether this error is what a process sees when another one has gone."""
         if self.size == 1:
             return False
-        words = ("gloo", "connection", "another process does not answer")  # the last is a save's
-        return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+        said = str(error).lower()
+        if isinstance(error, OSError):  # of a file, or of a save that another process had a part in
+            return "another process does not answer" in said
+        words = ("/gloo/", "connection closed by peer", "connection reset by peer", "connection refused")
+        return isinstance(error, dist.DistError) or any(word in said for word in words)
 
     def wait(self) -> None:
         """Until all are here."""

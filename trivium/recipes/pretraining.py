@@ -32,7 +32,7 @@ from trivium.train.stages import CPU_STAGES, PAPER_STAGES, Stage
 
 # Weight, gradient and one or two moments in float32, and the resume point on its way to disk.
 _TRAINING_BYTES_PER_PARAMETER = 16
-_ANY = Length(seconds=600.0)  # set by `pretraining`
+_ANY = Length(seconds=600.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Outcome:
 def pretraining(
     name: str,
     *,
-    minutes: float,
+    minutes: float | None = None,
     num_steps: int | None = None,
     save_every_s: float = 60.0,
     device: str = "cpu",
@@ -56,14 +56,20 @@ def pretraining(
 ) -> PretrainConfig:
     """A recipe by its name: one of `RECIPES`. What differs from the defaults of `PretrainConfig` is in its function.
 
-    Raises ValueError for another name.
+    `minutes` None: 10. Raises ValueError for another name, and for minutes of a recipe that has a number of steps.
     """
     if name not in RECIPES:
         raise ValueError(f"recipe: wanted one of {', '.join(RECIPES)}, got {name!r}")
     config = RECIPES[name]()
+    if num_steps is None:
+        num_steps = config.length.num_steps
+        if num_steps is not None and minutes is not None:
+            raise ValueError(
+                f"minutes: {name} has a number of steps, {num_steps}, and goes by no clock; wanted --steps"
+            )
     return replace(
         config,
-        length=Length(seconds=60 * minutes, num_steps=num_steps or config.length.num_steps),
+        length=Length(seconds=config.length.seconds if minutes is None else 60 * minutes, num_steps=num_steps),
         save_every_s=save_every_s,
         device=device,
         seed=seed,

@@ -73,13 +73,19 @@ def score(model: KimiK3, stream: TokenStream, *, batch_tokens: int = 2048) -> He
 
 
 def excerpt(stream: TokenStream, num_tokens: int, piece_len: int) -> TokenStream:
-    """About `num_tokens` tokens of the stream: every n-th piece of `piece_len`, so that all documents have a part.
+    """About `num_tokens` tokens of the stream: pieces of `piece_len` from all over it, one wherever its share is due.
 
     A piece that begins inside a document knows nothing of what came before: its loss is a little above `score`'s of
     the whole.
     """
     spans = pieces(stream, piece_len)
-    chosen = spans[:: max(1, stream.num_targets // num_tokens)]
+    every = max(1.0, stream.num_targets / num_tokens)
+    chosen, taken, passed = [], 0, 0
+    for first, end in spans:
+        if taken * every <= passed:
+            chosen.append((first, end))
+            taken += end - first
+        passed += end - first
     parts = [stream.ids_T[first : end + 1] for first, end in chosen]
     starts = [0]
     for part in parts:

@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -110,9 +111,12 @@ class PretrainConfig:
                 raise ValueError(f"{name}: wanted a number above 0, got {value}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay: wanted a number of at least 0, got {self.weight_decay}")
-        for name, averages in (("muon_momentum", (self.muon_momentum,)), ("adamw_betas", self.adamw_betas)):
-            if not all(0 <= average < 1 for average in averages):
-                raise ValueError(f"{name}: wanted numbers in [0, 1), got {averages}")
+        for name, averages, count in (
+            ("muon_momentum", (self.muon_momentum,), 1),
+            ("adamw_betas", self.adamw_betas, 2),
+        ):
+            if len(averages) != count or not all(0 <= average < 1 for average in averages):
+                raise ValueError(f"{name}: wanted {count} in [0, 1), got {averages}")
         for name, known in (("balancing", ("exact", "histogram")), ("compute_dtype", ("float32", "bfloat16"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -126,9 +130,15 @@ class PretrainConfig:
             raise ValueError(f"device: {self.device!r} is not one that torch knows") from error
 
     def arguments(self) -> dict[str, Any]:
-        """What run.json says, and what a run that goes on must agree with: all that is not layout."""
+        """What run.json says, and what a run that goes on must agree with: all that is not layout.
+
+        A run of a given number of steps goes by no clock: its seconds are None.
+        """
         left_out = ("recipe", "model", "seed", *_LAYOUT)
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        arguments = {name: value for name, value in asdict(self).items() if name not in left_out}
+        if self.length.num_steps is not None:
+            arguments["length"]["seconds"] = None
+        return arguments
 
     def layout(self, world: World, num_micro: int) -> dict[str, Any]:
         """How it is run, which may change from one process to the next.
@@ -259,9 +269,13 @@ def pretrain(
                 save_every_s=config.save_every_s,
                 world=world,
             )
-        finally:
-            writer.finish()
+        except BaseException:
+            with suppress(OSError):  # of the two errors the first is told
+                writer.finish()
+            raise
+        writer.finish()
     learner.loader.close()
+    learner.model.compute_dtype = None  # as the checkpoint computes once it is loaded
     one = gather_model(learner.model, world)
     if one is not None:
         write_published(one, folder)

@@ -52,18 +52,21 @@ def train_step(
 ) -> StepResult:
     """Loss = Σ weight·nll / Σ weight over all batches of all processes; gradients, update, then the experts are balanced.
 
-    However the tokens are cut into batches and spread over processes, the step is the same. Gradients are scaled down
+    However the tokens are cut into batches and spread over processes, the step is the same; but each process has as many
+    batches, and pictures in the same ones: layers are gathered for all of them at once. Gradients are scaled down
     to a global norm of `clip_norm`, and the weights of an MLA head so that its largest logit was `logit_limit`. A step
     that `guard` objects to is not applied: no weight, moment or bias moves. Without a guard a loss or gradient that is
     not finite raises FloatingPointError instead. `look` sees the model between the gradients and the update.
 
-    Collective. Raises ValueError when no token has a weight, and RuntimeError when layers that were to be run again for
+    Collective. Raises ValueError when no token has a weight, and where the processes' batches do not go together;
+    RuntimeError when layers that were to be run again for
     their gradients (`recomputed`) were not.
     """
     if any(batch.logprobs_T is not None or batch.advantage_T is not None for batch in batches):
         raise ValueError("step: logprobs_T and advantage_T are not read by this loss, a batch has them")
     if any((batch.weight_T < 0).any() for batch in batches):
         raise ValueError("step: a token's weight is never negative, a batch has one that is")
+    _check_batches(batches, world)
     total_weight, num_tokens, num_bytes = world.sum(
         [
             float(sum(batch.weight_T.sum() for batch in batches)),
@@ -109,6 +112,15 @@ def train_step(
     _let_go(optimisers)
     clipped_heads = clip_logits_(model, logit_limit, world) if logit_limit is not None else 0
     return StepResult(**about, balance=balancer.update_(model), clipped_heads=clipped_heads)
+
+
+def _check_batches(batches: Sequence[Batch], world: World) -> None:
+    """What differs is an error in every process. Unseen, parameters of different layers would meet in one collective."""
+    has_pictures_B = torch.tensor([batch.pixels is not None for batch in batches])
+    by_rank = [flags_B.tolist() for flags_B in world.gather(has_pictures_B)]
+    if any(flags != by_rank[0] for flags in by_rank):
+        counts = ", ".join(f"{len(flags)} batches with pictures in {sum(flags)}" for flags in by_rank)
+        raise ValueError(f"step: wanted as many batches on every process, with pictures in the same, got {counts}")
 
 
 def _check_recomputed(recomputed: Recomputed, before: tuple[int, ...], num_batches: int) -> None:
