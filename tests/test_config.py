@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,27 @@ def test_other_layer_lists_are_kept():
     linear["full_attn_layers"], linear["kda_layers"] = [1, 9], [2, 3, 4, 5, 6, 7, 8]
     config = K3Config.from_json(content)
     assert config.mla_layers == (1, 9) and config.to_json() == content
+
+
+@pytest.mark.parametrize("layers", [(), (1, 2, 3), (2,)])
+def test_a_model_of_one_kind_of_layer_comes_back_through_json(layers):
+    config = replace(model_preset("nano"), num_layers=3, full_attn_layers=layers)
+    assert K3Config.from_json(json.loads(json.dumps(config.to_json()))).mla_layers == layers
+    alone = replace(model_preset("nano"), num_layers=1)
+    assert K3Config.from_json(alone.to_json()).mla_layers == (1,)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e18, 0.0, -1.0])
+def test_a_number_that_config_json_would_not_give_back_is_refused(value):
+    nano = model_preset("nano")
+    for name in ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
+        with pytest.raises(ValueError, match=re.escape(f"{name}: wanted a positive number, got {value}")):
+            replace(nano, **{name: value})
+    with pytest.raises(ValueError, match=re.escape(f"routed_scaling_factor: wanted a positive number, got {value}")):
+        replace(nano.moe, routed_scaling_factor=value)
+    for name, size in (("num_layers", 10**20), ("num_layers", 10**7), ("attn_res_block_size", 10**18)):
+        with pytest.raises(ValueError, match="wanted"):
+            replace(nano, **{name: size})
 
 
 def test_a_model_without_mla_stays_one():

@@ -20,11 +20,20 @@ TILE = 16
 LOWEST_DECAY_BOUND = -math.floor(10 * 87.33 / (TILE - 1)) / 10
 
 
+_MOST = 10**18  # no size or factor of a model comes near it, and beyond it config.json is not read back
+
+
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _MOST:
             raise ValueError(f"{name}: wanted a positive whole number, got {value!r}")
+
+
+def _positive_number(owner: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(owner, name) < _MOST:  # nor nan
+            raise ValueError(f"{name}: wanted a positive number, got {getattr(owner, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +108,7 @@ class MoeConfig:
             raise ValueError(
                 f"num_experts_per_token {self.num_experts_per_token} is more than num_experts {self.num_experts}"
             )
-        if not self.routed_scaling_factor > 0:
-            raise ValueError(f"routed_scaling_factor: wanted a positive number, got {self.routed_scaling_factor}")
+        _positive_number(self, "routed_scaling_factor")
 
     @property
     def shared_intermediate_size(self) -> int:
@@ -176,6 +184,8 @@ class K3Config:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise ValueError(f"{released}: wanted a whole number of at least 0, got {value!r}")
+        if self.num_layers > 10**6:  # lists of its layers are made
+            raise ValueError(f"num_hidden_layers: wanted at most a million, got {self.num_layers}")
         if self.num_dense_layers > self.num_layers:
             raise ValueError(
                 f"first_k_dense_replace {self.num_dense_layers} is more than num_hidden_layers {self.num_layers}"
@@ -197,9 +207,7 @@ class K3Config:
         for name in _TOKEN_IDS:
             if getattr(self, name) >= self.vocab_size:
                 raise ValueError(f"{name} {getattr(self, name)} is outside vocab_size {self.vocab_size}")
-        for name in ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: wanted a positive number, got {getattr(self, name)!r}")
+        _positive_number(self, "rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta")
 
     @property
     def mla_layers(self) -> tuple[int, ...]:
@@ -412,7 +420,7 @@ def _from_released(cls: type[K3Config], content: dict[str, Any]) -> K3Config:
 def _plain_value(name: str, value: Any) -> Any:
     if name == "dtype":
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e18 < value < 1e18:  # nor nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST:  # nor nan
         raise ValueError(f"{name}: wanted a number, got {json.dumps(value)[:40]}")
     return value
 
@@ -472,7 +480,8 @@ def _to_released(config: K3Config) -> dict[str, Any]:
             sections[section][name] = sections[other_section][other]
     kda_layers = [n for n in range(1, config.num_layers + 1) if n not in config.mla_layers]
     for name, layers in (("full_attn_layers", config.mla_layers), ("kda_layers", kda_layers)):
-        if sorted(sections["linear"].get(name, ())) != list(layers):  # in the order they came, where they are the same
+        there = sections["linear"].get(name)
+        if there is None or sorted(there) != list(layers):  # in the order they came, where they are the same
             sections["linear"][name] = list(layers)
     return content
 

@@ -201,6 +201,14 @@ def test_what_is_saved_is_what_was_there_at_the_call_though_training_goes_on(tmp
     assert_same(load_resume_point(tmp_path), state_of(4))
 
 
+@pytest.mark.parametrize("name", ["step-00000001.saving", "x.saving", "step-00000001.gone"])
+def test_a_file_where_a_folder_would_be_left_over_is_swept_away_too(tmp_path, name):
+    (tmp_path / "resume").mkdir()
+    (tmp_path / "resume" / name).touch()
+    save(tmp_path, 1)
+    assert names(tmp_path) == ["latest", "step-00000001"]
+
+
 def test_one_save_at_a_time(tmp_path):
     writer = ResumeWriter(tmp_path)
     with held_back() as go:

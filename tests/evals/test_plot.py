@@ -118,6 +118,13 @@ def test_the_points_drawn_are_the_metrics(tmp_path):
     assert heldout.lines[0].get_ydata().tolist() == [2, 1, 4 / 6]
 
 
+@pytest.mark.parametrize("figure", [None, "x", True, int("9" * 400)])
+def test_a_compressors_figure_that_is_none_is_named(tmp_path, figure):
+    folder = run_folder(tmp_path / "a", report={"compressed": {"gzip": figure}})
+    with pytest.raises(ValueError, match=r"run\.json: report\.compressed: gzip: "):
+        plot_runs([folder], folder / "plot.png")
+
+
 def test_a_single_run_has_the_compressors_beside_it_and_several_have_names(tmp_path):
     report = {"compressed": {"gzip": 2.5, "xz": 2.25, "primed_xz": 1.5}}
     runs = [curves_of(run_folder(tmp_path / name, report=report)) for name in ("one", r"_$\bad$")]

@@ -146,7 +146,19 @@ def test_a_file_is_named_for_its_run():
     )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"variant": "low"}'])
+UNHASHABLE = json.dumps(
+    {
+        "variant": "low",
+        "seed": 0,
+        "fingerprint": [],
+        "seconds": 1,
+        "made_by": {},
+        "result": {"numbers": {}, "curves": {}},
+    }
+)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"variant": "low"}', "[" * 100_000, UNHASHABLE])
 def test_a_kept_file_that_holds_no_run_is_named(tmp_path, text):
     make(TOY, tmp_path, num_seeds=1)
     place(tmp_path, 0).write_text(text)

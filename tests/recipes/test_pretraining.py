@@ -188,7 +188,8 @@ def test_a_recipes_own_choices_hold():
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_every_recipe_can_be_built_for_a_number_of_steps(name):
     config = pretraining(name, minutes=1, num_steps=1000)
-    assert config.model == preset(name.removesuffix("-long")) and config.num_micro(ALONE) >= 1
+    assert config.model == replace(preset(name.removesuffix("-long")), dtype="float32")
+    assert config.num_micro(ALONE) >= 1
 
 
 def test_the_paper_recipe_goes_from_8k_to_1m_and_the_long_one_from_256_to_4096():
@@ -231,3 +232,17 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_built(place, mon
         trained(place)
     monkeypatch.setattr(recipe_file, "_memory_bytes", lambda device: wanted)
     assert trained(place)[0].report is not None
+
+
+def test_more_tokens_at_once_than_the_memory_holds_are_refused_before_the_text_is_read(place):
+    with pytest.raises(
+        ValueError, match=r"^micro_tokens: 1,000,000,000,000 tokens at once want .* GiB for what goes in"
+    ):
+        trained(place, replace(CONFIG, batch_tokens=10**12))
+
+
+@pytest.mark.parametrize("changes", [{"bos_token_id": 299}, {"vocab_size": 600}, {"bos_token_id": 0}])
+def test_ids_that_no_tokenizer_has_are_refused_before_the_text_is_read(place, changes):
+    with pytest.raises(ValueError, match="^model.vocab_size: wanted bos_token_id, at least 256, and 256 control ids"):
+        trained(place, replace(CONFIG, model=replace(CONFIG.model, **changes)))
+    assert not list((place / "runs").glob("*"))

@@ -107,7 +107,7 @@ def test_what_stays_without_a_finite_loss_ends_the_run_and_says_since_when():
     assert word.startswith(
         "step 111: the loss is inf and the gradient's norm 2, and no step since 103 had finite ones."
     )
-    assert "3.5, 3.25. Train again with lower rates or a longer warm-up; the last resume point has " in word
+    assert "3.5, 3.25. Train again with lower rates or a longer warm-up; resume points, where there are any" in word
 
 
 def test_a_finite_step_between_starts_the_count_anew():
@@ -197,3 +197,12 @@ def test_what_is_no_state_is_refused():
 def test_what_is_no_guard_is_refused(option, value):
     with pytest.raises(ValueError, match=f"^{option}: wanted "):
         SpikeGuard(**{option: value})
+
+
+def test_how_many_in_a_row_were_not_finite():
+    guard = SpikeGuard()
+    seen = []
+    for loss, norm in ((2.0, 1.0), (math.nan, 1.0), (2.0, math.inf), (2.0, 1.0)):
+        guard.judge(loss, norm)
+        seen.append(guard.not_finite)
+    assert seen == [0, 1, 2, 0]

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from trivium.train.log import Metrics, NoLog, RunLog, clock_time, curve, cut_back, read_layers, whole_lines
+from trivium.train.log import (
+    Metrics,
+    NoLog,
+    RunLog,
+    clock_time,
+    curve,
+    cut_back,
+    cut_back_layers,
+    read_layers,
+    whole_lines,
+)
 from trivium.train.probe import GradNorms, Layers
 
 METRICS = Metrics(
@@ -172,6 +182,17 @@ def test_a_run_that_never_looked_has_no_file_of_looks(tmp_path):
         log.write(METRICS, None, None)
         log.sync()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "broken", [layers_lines(2), layers_lines(1), "[" * 100_000 + "\n", '{"step": ' + "9" * 5000 + "}\n"]
+)
+def test_a_line_of_layers_that_is_broken_or_comes_twice_is_cut_off(tmp_path, broken):
+    """A run goes on without it, also to its end, where the file is drawn."""
+    path = tmp_path / "layers.jsonl"
+    path.write_text(layers_lines(2) + broken + layers_lines(5))
+    cut_back_layers(path, 9)
+    assert [layers.step for layers in read_layers(path)] == [2]
 
 
 def test_layers_come_back_as_they_were_written(tmp_path):

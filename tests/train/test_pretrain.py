@@ -17,6 +17,7 @@ from tests.runs import assert_same_run, metrics_of
 from tests.tiny import tiny_config
 from trivium.api import load
 from trivium.chat.tokenizer import train_tokenizer
+from trivium.checkpoint.resume import load_resume_point
 from trivium.data import corpus
 from trivium.data.pack import make_batch, pieces
 from trivium.data.source import Document
@@ -391,6 +392,14 @@ def test_what_a_run_must_agree_with_is_all_that_changes_its_losses():
         ({"micro_tokens": 50}, "micro_tokens: wanted a part of 72 tokens, got 50"),
         ({"clip_norm": 0.0}, "clip_norm: wanted a number above 0, got 0.0"),
         ({"logit_limit": -1.0}, "logit_limit: wanted a number above 0, got -1.0"),
+        ({"muon_lr": 1e308}, r"muon_lr: wanted a number above 0, got 1e\+308"),
+        ({"weight_decay": 1e38}, r"weight_decay: wanted a number of at least 0, got 1e\+38"),
+        ({"adamw_betas": (0.9,)}, r"adamw_betas: wanted 2 in \[0, 1\), got \(0.9,\)"),
+        ({"model": replace(CONFIG, dtype="bfloat16")}, "model.dtype: a model is trained and written in float32, .*"),
+        (
+            {"schedule": Schedule(warmup_steps=9)},
+            "schedule.warmup_steps: wanted fewer than the 9 steps of the run, got 9",
+        ),
         ({"weight_decay": -0.1}, "weight_decay: wanted a number of at least 0, got -0.1"),
         ({"balancing": "sign"}, "balancing: wanted one of exact, histogram, got 'sign'"),
         ({"compute_dtype": "float16"}, "compute_dtype: wanted one of float32, bfloat16, got 'float16'"),
@@ -503,3 +512,46 @@ def test_what_the_loss_does_not_read_is_refused():
     batch = make_batch(stream, pieces(stream, 40)[:1], "test")
     with pytest.raises(ValueError, match="logprobs_T and advantage_T are not read by this loss"):
         step_of(new_model(), [replace(batch, advantage_T=torch.ones(40))])
+
+
+def test_of_two_errors_the_first_is_told(tmp_path, monkeypatch):
+    """A save that fails while the run ends with an error of its own does not stand in front of it."""
+
+    def fails(*_):
+        raise OSError("the save failed")
+
+    def first(number):
+        raise ValueError("the first")
+
+    monkeypatch.setattr(pretrain_file.ResumeWriter, "finish", fails)
+    with pytest.raises(ValueError, match="^the first$"):
+        trained(SHORT, tmp_path / "one", at_step=first)
+    with pytest.raises(OSError, match="^the save failed$"):
+        trained(SHORT, tmp_path / "two")
+
+
+def test_weights_that_are_not_finite_are_not_saved_over_those_that_are(tmp_path):
+    """The step before the first loss that is none is applied and spoils them; no save behind it takes a point's place."""
+    lost = replace(SHORT, adamw_lr=1e20, length=Length(seconds=60, num_steps=20), save_every_s=1e-6)
+    for _ in range(2):  # gone on with, it says the same
+        with pytest.raises(FloatingPointError, match="resume points, where there are any, are from before$"):
+            trained(lost, tmp_path)
+        assert load_resume_point(tmp_path).step == 1
+
+
+def test_a_run_that_diverged_in_its_last_steps_says_so_and_writes_no_checkpoint(tmp_path):
+    lost = replace(SHORT, adamw_lr=1e20, length=Length(seconds=60, num_steps=4))
+    message = (
+        "^step 4: loss or gradients of the last 3 steps were not finite, and no checkpoint is written. Train again"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        trained(lost, tmp_path)
+    assert not (tmp_path / "model.safetensors").exists() and read_run(tmp_path)["finished"] is False
+
+
+@pytest.mark.parametrize("layout", [None, [], "x", {"micro_tokens": "x"}, {"micro_tokens": 0}, {"micro_tokens": 1.5}])
+def test_a_layout_that_is_none_is_named(tmp_path, layout):
+    trained(SHORT, tmp_path, at_step=stops_at(2))
+    update_run(tmp_path, layout=layout)
+    with pytest.raises(ValueError, match=r"run\.json: layout: wanted an object with a number of micro_tokens, got "):
+        trained(SHORT, tmp_path)

@@ -254,6 +254,6 @@ def _write(path: Path, content: bytes) -> None:
     try:
         part.write_bytes(content)
         part.replace(path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)  # what was there before stays as it was
-        raise
+        raise OSError(f"{path}: cannot be written: {error.strerror or error}; what was there is kept") from error

@@ -308,10 +308,10 @@ def _sweep(root: Path) -> None:
     """Remove what an earlier save left half done."""
     for path in root.iterdir():
         if path.name.endswith((_SAVING, _GONE)):
-            if path.is_symlink():
-                path.unlink()
-            else:
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

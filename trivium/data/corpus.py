@@ -159,9 +159,9 @@ def write_heldout(folder: str | Path, documents: Iterable[Document]) -> None:
                 fields = {"source": document.source, "path": document.path, "text": document.text}
                 file.write(json.dumps(fields, ensure_ascii=False) + "\n")
         part.replace(path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
-        raise
+        raise OSError(f"{path}: cannot be written: {error.strerror or error}; what was there is kept") from error
 
 
 def read_heldout(folder: str | Path) -> list[Document]:

@@ -288,11 +288,14 @@ class _Hashed:
 def _writing(path: Path) -> Iterator[_Hashed]:
     """A file that gets its name when the block ends without error and all of it is on disk."""
     part = path.with_name(path.name + _PART)
-    with part.open("wb") as file:
-        yield _Hashed(file)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            yield _Hashed(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _sync(folder: Path) -> None:

@@ -95,7 +95,7 @@ def name_entries(legend: Any, labels: Sequence[str]) -> None:
 
 def check_format(out: Path) -> None:
     """Raises ValueError for a name that is no PNG's, SVG's or PDF's; one without a suffix is a PNG's."""
-    if out.suffix.lower() not in FORMATS:
+    if not out.name or out.suffix.lower() not in FORMATS:
         raise ValueError(f"{out}: wanted a name that ends in .png, .svg or .pdf")
 
 

@@ -228,7 +228,7 @@ def _read_metrics(path: Path) -> dict[str, NDArray[np.float64]]:
 def _row(line: str) -> dict[str, float]:
     try:
         content = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"wanted a JSON object, got {type(content).__name__}")
@@ -248,7 +248,10 @@ def _number(content: dict[str, Any], field: str) -> float:
         return np.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{field}: wanted a number, got {json.dumps(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{field}: {error}") from error
 
 
 def _read_compressed(folder: Path) -> dict[str, float]:
@@ -258,9 +261,13 @@ def _read_compressed(folder: Path) -> dict[str, float]:
         return {}
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from error
     for name in ("report", "compressed"):
         content = content.get(name) if isinstance(content, dict) else None
-    names = [name for name, *_ in _REFERENCES]
-    return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    try:
+        return {name: _number(content, name) for name, *_ in _REFERENCES if name in content}
+    except ValueError as error:
+        raise ValueError(f"{path}: report.compressed: {error}") from error

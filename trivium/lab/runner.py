@@ -84,8 +84,10 @@ def finished(experiment: Experiment, folder: Path, facts: dict[str, Any], num_se
 
 def _read(path: Path) -> Run:
     try:
-        return Run.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        run = Run.from_json(json.loads(path.read_text(encoding="utf-8")))
+        hash((run.fingerprint, run.variant, run.seed))
+        return run
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: wanted a finished run, got {error}; without the file it is made again") from error
 
 

@@ -13,9 +13,10 @@ from rich.console import Console
 
 import trivium
 from trivium.chat.tokenizer import Tokenizer
+from trivium.chat.vocabulary import NUM_SPECIALS
 from trivium.checkpoint.published import read_published
 from trivium.checkpoint.resume import LATEST
-from trivium.config import model_preset
+from trivium.config import K3Config, model_preset
 from trivium.cost.params import count_params
 from trivium.data.corpus import TOKENS, Corpus, Text, build_corpus, gather_text, write_heldout
 from trivium.data.shards import open_shards
@@ -33,6 +34,7 @@ from trivium.train.stages import CPU_STAGES, PAPER_STAGES, Stage
 # Weight, gradient and one or two moments in float32, and the resume point on its way to disk.
 _TRAINING_BYTES_PER_PARAMETER = 16
 _ANY = Length(seconds=600.0)
+NUM_BYTES = 256  # the first ranks of every tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ def k3() -> PretrainConfig:
     return replace(
         mini(),
         recipe="train-k3",
-        model=model_preset("k3"),
+        model=replace(model_preset("k3"), dtype="float32"),
         length=Length(seconds=600.0, num_steps=100_000),
         batch_tokens=2**26,
         micro_tokens=2**20,
@@ -163,6 +165,7 @@ def pretrain_on_text(
     a process was lost.
     """
     config.num_micro(world)
+    _check_ids(config.model)
     _check_memory(config, world)
     if not world.is_first:
         with _losses_told(None, world):
@@ -213,7 +216,8 @@ def pretrain_on_text(
         if result.interrupted:
             return Outcome(folder=folder, corpus=corpus, result=result, report=None)
         progress = result.progress
-        say(f"done: {progress.step} steps, {progress.tokens:,} tokens, {progress.time_s:.0f} s")
+        skipped = f", {progress.skipped} of the steps skipped" if progress.skipped else ""
+        say(f"done: {progress.step} steps, {progress.tokens:,} tokens, {progress.time_s:.0f} s{skipped}")
         say("reading the checkpoint that was written")
         exported = read_published(folder, device=world.device).model
         found = report(exported, corpus, seed=config.seed, say=say)
@@ -256,13 +260,31 @@ def _say_what_was_read(text: Text, say: Callable[[str], None]) -> None:
     )
 
 
+def _check_ids(model: K3Config) -> None:
+    """The tokenizer has as many ranks as there are ids before [BOS], and the control ids behind them."""
+    if model.vocab_size != model.bos_token_id + NUM_SPECIALS or model.bos_token_id < NUM_BYTES:
+        raise ValueError(
+            f"model.vocab_size: wanted bos_token_id, at least {NUM_BYTES}, and {NUM_SPECIALS} control ids from there on, "
+            f"got {model.vocab_size} and bos_token_id {model.bos_token_id}"
+        )
+
+
 def _check_memory(config: PretrainConfig, world: World) -> None:
     wanted = count_params(config.model).total * _TRAINING_BYTES_PER_PARAMETER
-    held = _memory_bytes(config.device) * (world.size if config.device.startswith("cuda") else 1)
+    here = _memory_bytes(config.device)
+    held = here * (world.size if config.device.startswith("cuda") else 1)
     if wanted > held:
         raise ValueError(
             f"recipe: {config.recipe} wants {wanted / 2**30:,.1f} GiB to be trained, {config.device} has "
             f"{held / 2**30:,.1f}; choose a smaller one"
+        )
+
+    micro_tokens = config.batch_tokens // config.num_micro(world)
+    stream = 4 * micro_tokens * config.model.hidden_size * config.model.num_layers
+    if stream > here:
+        raise ValueError(
+            f"micro_tokens: {micro_tokens:,} tokens at once want {stream / 2**30:,.0f} GiB for what goes into the layers "
+            f"alone, {config.device} has {here / 2**30:,.1f}; choose fewer"
         )
 
 

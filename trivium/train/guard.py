@@ -10,6 +10,9 @@ from typing import Any
 _MIN_RISE = 0.1
 
 
+ADVICE = "Train again with lower rates or a longer warm-up; resume points, where there are any, are from before"
+
+
 class SpikeGuard:
     """Judges each step by its loss and gradient norm, before it is applied.
 
@@ -75,6 +78,11 @@ class SpikeGuard:
         self.num_skipped += reason is not None
         return reason
 
+    @property
+    def not_finite(self) -> int:
+        """How many steps up to the last one, in a row, had a loss or norm that was not finite."""
+        return self._not_finite
+
     def state(self) -> dict[str, Any]:
         """All that later judgements depend on, in what JSON has, exactly."""
         return {
@@ -114,6 +122,5 @@ class SpikeGuard:
         last = ", ".join(f"{recent:.4g}" for recent in applied[-5:]) or "none"
         return (
             f"step {self.num_judged}: the loss is {loss:g} and the gradient's norm {grad_norm:g}, and no step since "
-            f"{self.num_judged - self._not_finite + 1} had finite ones. The last losses applied: {last}. Train again with "
-            "lower rates or a longer warm-up; the last resume point has the weights from before"
+            f"{self.num_judged - self._not_finite + 1} had finite ones. The last losses applied: {last}. {ADVICE}"
         )

@@ -218,7 +218,7 @@ def cut_back(path: Path, step: int) -> list[float]:
         lines = [json.loads(line) for line in kept]
         losses = [math.nan if line.get("reason") or line["loss"] is None else float(line["loss"]) for line in lines]
         steps = [line["step"] for line in lines]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: wanted a line a step: {error}") from error
     if steps != list(range(1, step + 1)):
         raise ValueError(f"{path}: wanted the lines of steps 1 to {step}, got {len(steps)} others")
@@ -234,14 +234,15 @@ def cut_back_layers(path: Path, step: int) -> None:
     These lines are looked at and nothing depends on them: a run goes on without.
     """
     content = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    kept = []
+    kept, last = [], 0
     for line in content.splitlines():
         try:
             layers = Layers.from_json(json.loads(line))
-        except ValueError:
+        except (ValueError, OverflowError, RecursionError):
             break
-        if layers.step > step:
+        if not last < layers.step <= step:
             break
+        last = layers.step
         kept.append(line + "\n")
     if "".join(kept) != content:
         write_text(path, "".join(kept))
@@ -258,7 +259,7 @@ def read_layers(path: Path) -> list[Layers]:
             found.append(Layers.from_json(json.loads(line)))
             if len(found) > 1 and found[-1].step <= found[-2].step:
                 raise ValueError(f"step: wanted one behind {found[-2].step}, got {found[-1].step}")
-        except ValueError as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: line {number}: {error}") from error
     return found
 
@@ -268,7 +269,7 @@ def whole_lines(path: Path) -> list[str]:
     *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
     try:
         json.loads(last)  # what stands behind the last newline: nothing, a part of a line, or one that lacks its end
-    except ValueError:
+    except (ValueError, RecursionError):
         return lines
     return [*lines, last]
 

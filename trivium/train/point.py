@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trivium.checkpoint.resume import ResumePoint, RunState
 from trivium.data.loader import Loader
 from trivium.model.kimi_k3 import KimiK3
+from trivium.parallel.world import World
 from trivium.train.groups import Group
 from trivium.train.guard import SpikeGuard
 from trivium.train.loop import Progress
@@ -27,6 +29,15 @@ class Learner:
     optimisers: Sequence[torch.optim.Optimizer]
     loader: Loader
     guard: SpikeGuard
+
+
+def not_finite(model: KimiK3, world: World) -> str | None:
+    """The name of a parameter that holds nan or inf, on whatever process, None where there is none. Collective."""
+    named = list(model.named_parameters())
+    parts = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for _, parameter in named]
+    own = next((idx for idx, part in enumerate(parts) if not part.isfinite().all()), len(named))
+    first = -int(world.max_(torch.tensor(-own)))
+    return named[first][0] if first < len(named) else None
 
 
 def take_point(learner: Learner, progress: Progress) -> RunState:

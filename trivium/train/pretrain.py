@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import sys
 import time
@@ -32,11 +31,11 @@ from trivium.parallel.remat import checkpoint_layers
 from trivium.parallel.world import ALONE, World
 from trivium.train.balance import QuantileBalancer
 from trivium.train.groups import build_optimisers, groups_table, parameter_groups
-from trivium.train.guard import SpikeGuard
+from trivium.train.guard import ADVICE, SpikeGuard
 from trivium.train.heldout import Heldout, excerpt, score
 from trivium.train.log import METRICS_FILE, NoLog, RunLog, sayer
 from trivium.train.loop import Progress, train_loop
-from trivium.train.point import Learner, restore_, take_point
+from trivium.train.point import Learner, not_finite, restore_, take_point
 from trivium.train.probe import GradNorms, grad_norms, look
 from trivium.train.run_folder import RUN, read_run, update_run
 from trivium.train.schedule import Length, Schedule
@@ -48,6 +47,7 @@ from trivium.train.step import StepResult, train_step
 _EXCERPT_LEN = 1024
 _LOOK_LEN = 256  # tokens that the layers are looked at with
 
+_MOST = 1e30  # beyond it float32 has no room for a step
 # How a run is laid out over time and machines: it may go on under another layout.
 _LAYOUT = ("micro_tokens", "checkpoint_layers", "workers", "save_every_s", "tensorboard", "device")
 
@@ -107,9 +107,9 @@ class PretrainConfig:
             raise ValueError(f"seed: wanted a whole number in [0, 2^63), got {self.seed}")
         for name in ("muon_lr", "adamw_lr", "save_every_s", "clip_norm", "logit_limit"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not 0 < value < _MOST:
                 raise ValueError(f"{name}: wanted a number above 0, got {value}")
-        if not 0 <= self.weight_decay < math.inf:
+        if not 0 <= self.weight_decay < _MOST:
             raise ValueError(f"weight_decay: wanted a number of at least 0, got {self.weight_decay}")
         for name, averages, count in (
             ("muon_momentum", (self.muon_momentum,), 1),
@@ -120,7 +120,12 @@ class PretrainConfig:
         for name, known in (("balancing", ("exact", "histogram")), ("compute_dtype", ("float32", "bfloat16"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: wanted one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.model.dtype != "float32":
+            raise ValueError(
+                f"model.dtype: a model is trained and written in float32, got {self.model.dtype}; see compute_dtype"
+            )
         check_stages(self.stages, self.length.num_steps)
+        self.schedule.check_steps(self.length.num_steps)
         self.num_micro(ALONE)
         if self.length.num_steps is None:
             self.schedule.check_clock()
@@ -221,7 +226,7 @@ def pretrain(
     cpu.keep_memory()
     say = sayer(console)
     there = world.from_first(read_run(folder) if world.is_first and (folder / RUN).exists() else {})
-    num_micro = config.num_micro(world, there.get("layout", {}).get("micro_tokens"))
+    num_micro = config.num_micro(world, _micro_tokens(there, folder))
     learner, make_step = _build(config, train, num_micro, world, say)
     console.print(groups_table(learner.groups))
 
@@ -275,6 +280,9 @@ def pretrain(
             raise
         writer.finish()
     learner.loader.close()
+    what = _spoilt(learner, world)
+    if what is not None:
+        raise FloatingPointError(f"step {progress.step}: {what} not finite, and no checkpoint is written. {ADVICE}")
     learner.model.compute_dtype = None  # as the checkpoint computes once it is loaded
     one = gather_model(learner.model, world)
     if one is not None:
@@ -391,6 +399,10 @@ class _Keeper:
         self._say(f"{num_steps} steps fit into the time; from here on their number counts, and not the clock")
 
     def save(self, progress: Progress) -> None:
+        what = _spoilt(self._learner, self._world)
+        if what is not None:  # it would take the place of a point that can be gone on from
+            self._say(f"step {progress.step}: not saved, {what} not finite")
+            return
         self._writer.save(take_point(self._learner, progress))
 
 
@@ -424,6 +436,25 @@ def _planned(there: dict[str, Any], folder: Path) -> int | None:
     if num_steps is not None and (type(num_steps) is not int or num_steps < 1):
         raise ValueError(f"{folder / RUN}: planned_steps: wanted a number of steps or null, got {num_steps!r}")
     return num_steps
+
+
+def _spoilt(learner: Learner, world: World) -> str | None:
+    """What of a run is not finite, None where all is. Collective."""
+    name = not_finite(learner.model, world)
+    if name is not None:
+        return f"{name} is"
+    num_steps = learner.guard.not_finite
+    return f"loss or gradients of the last {num_steps} steps were" if num_steps else None
+
+
+def _micro_tokens(there: dict[str, Any], folder: Path) -> int | None:
+    layout = there.get("layout", {})
+    micro_tokens = layout.get("micro_tokens") if isinstance(layout, dict) else layout
+    if not isinstance(layout, dict) or (
+        micro_tokens is not None and (type(micro_tokens) is not int or micro_tokens < 1)
+    ):
+        raise ValueError(f"{folder / RUN}: layout: wanted an object with a number of micro_tokens, got {layout!r}")
+    return micro_tokens
 
 
 def _begin(folder: Path, config: PretrainConfig, tokenizer: SavedTokenizer | None, about: dict[str, Any]) -> None:

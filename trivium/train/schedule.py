@@ -100,6 +100,13 @@ class Schedule:
         self.check_clock()
         return max(num_done, math.ceil((num_done - 1) / self._decay_from))
 
+    def check_steps(self, num_steps: int | None) -> None:
+        """Raises ValueError for a warm-up, given in steps, that is not over before the run is."""
+        if None not in (self.warmup_steps, num_steps) and self.warmup_steps >= num_steps > 1:
+            raise ValueError(
+                f"schedule.warmup_steps: wanted fewer than the {num_steps} steps of the run, got {self.warmup_steps}"
+            )
+
     def check_clock(self) -> None:
         """Raises ValueError where a run by the clock cannot have this schedule.
 
