@@ -541,9 +541,7 @@ def test_weights_that_are_not_finite_are_not_saved_over_those_that_are(tmp_path)
 
 def test_a_run_that_diverged_in_its_last_steps_says_so_and_writes_no_checkpoint(tmp_path):
     lost = replace(SHORT, adamw_lr=1e20, length=Length(seconds=60, num_steps=4))
-    message = (
-        "^step 4: loss or gradients of the last 3 steps were not finite, and no checkpoint is written. Train again"
-    )
+    message = "^step 4: loss or gradients of the last 3 steps, and the loss on held-out text, are not finite, and no checkpoint"
     with pytest.raises(FloatingPointError, match=message):
         trained(lost, tmp_path)
     assert not (tmp_path / "model.safetensors").exists() and read_run(tmp_path)["finished"] is False

@@ -1,12 +1,14 @@
 """A step that is not to be applied is as if it had not been: no weight, moment, bias or counter knows of it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.runs import metrics_of
 from tests.train.test_pretrain import CONFIG, SHORT, TEXTS, new_model, new_optimisers, stream_of, trained
+from trivium.checkpoint.resume import load_resume_point
 from trivium.data.loader import Loader
 from trivium.train import step as step_file
 from trivium.train.balance import QuantileBalancer
@@ -123,6 +125,21 @@ def test_a_run_skips_counts_logs_and_goes_on(monkeypatch, tmp_path):
     about = read_run(tmp_path)
     assert (about["steps"], about["skipped_steps"], about["tokens"]) == (9, 1, 9 * 72)
     assert CONFIG.moe.num_experts > lines[5]["idle_experts"]
+
+
+@pytest.mark.parametrize("save_every_s", [60.0, 1e-6])
+def test_a_run_whose_last_step_is_skipped_ends_with_its_checkpoint(monkeypatch, tmp_path, save_every_s):
+    """The weights are sound, and one bad text is not the run's end: gone on with, it would only meet it again."""
+    made = []
+
+    def spoilt(*arguments):
+        made.append(1)
+        return cross_entropy(*arguments) * (math.nan if len(made) == 9 else 1)
+
+    monkeypatch.setattr(step_file, "cross_entropy", spoilt)
+    run = trained(replace(SHORT, save_every_s=save_every_s), tmp_path)
+    assert metrics_of(tmp_path)[-1]["reason"] is not None and "not saved" not in run.out
+    assert load_resume_point(tmp_path).step == 9 and (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("clip_norm", [0.01, 1e6, None])

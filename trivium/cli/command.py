@@ -32,7 +32,7 @@ def check_finished(folder: Path) -> None:
 
     try:
         about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return  # no run, or one whose checkpoint may be sound all the same
     if not isinstance(about, dict) or about.get("finished") is not False:
         return

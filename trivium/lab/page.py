@@ -42,7 +42,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """NAME.json, its runs as Results. Raises ValueError for a file that cannot be read."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: wanted the kept runs of an experiment: {error}") from error
     return {**record, "runs": Results(Run.from_json(run) for run in record["runs"])}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import time
@@ -280,7 +281,7 @@ def pretrain(
             raise
         writer.finish()
     learner.loader.close()
-    what = _spoilt(learner, world)
+    what = _spoilt(learner, world, part)
     if what is not None:
         raise FloatingPointError(f"step {progress.step}: {what} not finite, and no checkpoint is written. {ADVICE}")
     learner.model.compute_dtype = None  # as the checkpoint computes once it is loaded
@@ -399,7 +400,7 @@ class _Keeper:
         self._say(f"{num_steps} steps fit into the time; from here on their number counts, and not the clock")
 
     def save(self, progress: Progress) -> None:
-        what = _spoilt(self._learner, self._world)
+        what = _spoilt(self._learner, self._world, self._heldout)
         if what is not None:  # it would take the place of a point that can be gone on from
             self._say(f"step {progress.step}: not saved, {what} not finite")
             return
@@ -438,13 +439,22 @@ def _planned(there: dict[str, Any], folder: Path) -> int | None:
     return num_steps
 
 
-def _spoilt(learner: Learner, world: World) -> str | None:
-    """What of a run is not finite, None where all is. Collective."""
+def _spoilt(learner: Learner, world: World, heldout: TokenStream) -> str | None:
+    """What of a run is not finite, None where all is. Collective.
+
+    A last step that was not finite may have been its text alone: held-out text tells whether the weights are at fault.
+    """
     name = not_finite(learner.model, world)
     if name is not None:
         return f"{name} is"
     num_steps = learner.guard.not_finite
-    return f"loss or gradients of the last {num_steps} steps were" if num_steps else None
+    if not num_steps:
+        return None
+    loss = score(learner.model, heldout).loss
+    reshard_(learner.model)
+    if math.isfinite(loss):
+        return None
+    return f"loss or gradients of the last {num_steps} steps, and the loss on held-out text, are"
 
 
 def _micro_tokens(there: dict[str, Any], folder: Path) -> int | None:
