@@ -1,0 +1,253 @@
+"""Anthropic's Messages, read and written: which blocks make which messages, and what each field means."""
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trivium.chat import message as chat
+from trivium.chat.anthropic import read_request, signature_of, write_content
+from trivium.chat.message import Image, Options, ResponseFormat, Text, Tool, ToolCall
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA"}
+BODY = {
+    "model": "kimi-k3",
+    "max_tokens": 100,
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Here: "}, {"type": "image", "source": SOURCE}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Two calls.", "signature": signature_of("Two calls.")},
+                {"type": "text", "text": "Let me see.", "citations": None},
+                {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "a"}},
+                {"type": "tool_use", "id": "2", "name": "weather", "input": {"INVALID_JSON": '{"city": half'}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "2", "content": "no such city", "is_error": True},
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "18 C"}]},
+                {"type": "image", "source": {"type": "url", "url": "https://a/b"}},
+                {"type": "text", "text": "Go on."},
+            ],
+        },
+        {"role": "assistant", "content": "18"},
+        {"role": "user", "content": "And b?"},
+    ],
+    "tools": [
+        {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA, "type": "custom", "strict": True}
+    ],
+    "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+}
+
+
+def of(*blocks, role="user", **options):
+    return {"messages": [{"role": role, "content": list(blocks) or "x"}]} | options
+
+
+def test_a_request_is_read_whole():
+    conversation = read_request(BODY)
+    assert conversation.messages == (
+        chat.system("Be brief."),
+        chat.user([Text("Here: "), Image(source="data:image/png;base64,AA")]),
+        chat.assistant(
+            "Let me see.",
+            reasoning="Two calls.",
+            tool_calls=[
+                ToolCall(id="1", name="weather", arguments={"city": "a"}),
+                ToolCall(id="2", name="weather", arguments='{"city": half'),
+            ],
+        ),
+        chat.tool_result("no such city", call_id="2"),
+        chat.tool_result("18 C", call_id="1"),
+        chat.user([Image(source="https://a/b"), Text("Go on.")]),
+        chat.assistant("18"),
+        chat.user("And b?"),
+    )
+    assert conversation.options == Options(
+        tools=(Tool(name="weather", description="Of a city.", parameters=SCHEMA, strict=True),),
+        effort="low",
+        tool_choice="required",
+        forced_tool="weather",
+        parallel_calls=False,
+        response_format=ResponseFormat(kind="json_schema", schema=SCHEMA),
+    )
+    assert read_request(of()).options == Options()
+
+
+@given(st.data())
+def test_what_is_written_is_read_as_the_same_message(answers, data):
+    answer = data.draw(answers)
+    said = {"role": "assistant", "content": write_content(answer)}
+    assert read_request({"messages": [said]}).messages == (answer,)
+
+
+def test_blocks_stand_in_order_and_thinking_is_signed():
+    answer = chat.assistant("t", reasoning="r", tool_calls=[ToolCall(id="1", name="f", arguments={"a": [1]})])
+    assert write_content(answer) == [
+        {"type": "thinking", "thinking": "r", "signature": hashlib.sha256(b"r").hexdigest()},
+        {"type": "text", "text": "t"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1]}},
+    ]
+    write_content(answer)[2]["input"]["a"].append(2)
+    assert answer.tool_calls[0].arguments == {"a": [1]}  # what is written is a copy
+    assert write_content(chat.assistant()) == []
+    with pytest.raises(ValueError, match=r"^content: wanted a message of the assistant, got one of the user$"):
+        write_content(chat.user("x"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a":', {"INVALID_JSON": '{"a":'}, {"INVALID_JSON": ""}, {"INVALID_JSON": "[1]"}, {"INVALID_JSON": "{", "b": 1}],
+)
+def test_what_is_no_json_is_told_from_an_argument_of_that_name(arguments):
+    answer = chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments=arguments)])
+    assert read_request(of(*write_content(answer), role="assistant")).messages == (answer,)
+
+
+def test_of_a_wrong_request_comes_nothing_but_an_error_that_names_it(check_wrong_requests):
+    check_wrong_requests(read_request, BODY)
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------
+
+CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+
+
+def result(id="1", **fields):
+    return {"type": "tool_result", "tool_use_id": id} | fields
+
+
+def test_results_come_before_what_else_a_message_says():
+    content = [{"type": "text", "text": "a"}, result(), {"type": "text", "text": "b"}]
+    read = read_request({"messages": [CALL, {"role": "user", "content": content}]})
+    assert read.messages[1:] == (chat.tool_result("", call_id="1"), chat.user("ab"))
+    assert read_request({"messages": [{"role": "user", "content": []}]}).messages == (chat.user(""),)
+
+
+def thinking(text, signature=None):
+    return {"type": "thinking", "thinking": text, "signature": signature}
+
+
+@pytest.mark.parametrize(
+    "blocks, message",
+    [
+        ([thinking("a"), thinking("b")], chat.assistant(reasoning="ab")),
+        ([thinking("a", "ErUBCkYIBxgCIkA="), {"type": "text", "text": "t"}], chat.assistant("t", reasoning="a")),
+        ([{"type": "text", "text": "t"}, thinking("a", "")], chat.assistant("t", reasoning="a")),
+        ([{"type": "text", "text": "t"}, {"type": "text", "text": "u"}], chat.assistant("tu")),
+    ],
+)
+def test_blocks_of_the_assistant_are_one_message(blocks, message):
+    assert read_request(of(*blocks, role="assistant")).messages == (message,)
+
+
+@pytest.mark.parametrize("system, text", [("s", "s"), ([{"type": "text", "text": "s"}] * 2, "ss")])
+def test_the_system_comes_first(system, text):
+    assert read_request(of(system=system)).messages == (chat.system(text), chat.user("x"))
+
+
+@pytest.mark.parametrize("system", ["", [], None, [{"type": "text", "text": ""}]])
+def test_a_system_that_says_nothing_is_none(system):
+    assert read_request(of(system=system)).messages == (chat.user("x"),)
+
+
+# --- Options ----------------------------------------------------------------------------------------------------
+
+TOOLS = {"tools": [{"name": "f", "input_schema": {}, "cache_control": {"type": "ephemeral"}}]}
+DECLARED = {"tools": (Tool(name="f", parameters={}),)}
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        (TOOLS | {"tool_choice": {"type": "any"}}, DECLARED | {"tool_choice": "required"}),
+        (TOOLS | {"tool_choice": {"type": "none"}}, DECLARED | {"tool_choice": "none"}),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, {"parallel_calls": False}),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, {}),
+        ({"thinking": {"type": "disabled"}}, {"thinking": False}),
+        ({"thinking": {"type": "adaptive", "display": "summarized"}}, {}),
+        (
+            {"output_config": {"effort": "max"}, "metadata": {"user_id": "x"}, "stop_sequences": ["x"]},
+            {"effort": "max"},
+        ),
+    ],
+)
+def test_options(given, wanted):
+    assert read_request(of(**given)).options == Options(**wanted)
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ({}, "messages: missing, wanted a list"),
+        ({"messages": [], "system": "s"}, "messages: wanted at least one, got none"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: missing, wanted text or a list"),
+        (
+            {"messages": [{"role": "system", "content": "x"}]},
+            "messages[0].role: wanted one of user, assistant, got 'system'",
+        ),
+        (of({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages[0].content[0]: redacted_thinking"),
+        (
+            of(thinking("b", signature_of("a")), role="assistant"),
+            "messages[0].content[0].signature: is of another text",
+        ),
+        (of(thinking("a")), "messages[0].content[0].type: wanted one of text, image, tool_result, got 'thinking'"),
+        (
+            of(result(), role="assistant"),
+            "messages[0].content[0].type: wanted one of text, thinking, redacted_thinking,",
+        ),
+        (of({"type": "document", "source": {}}), "messages[0].content[0].type: wanted one of text, image, tool_result"),
+        (
+            of({"type": "image", "source": {"type": "file"}}),
+            "messages[0].content[0].source.type: wanted one of base64,",
+        ),
+        (of({"type": "tool_use", "id": "1", "name": "f"}, role="assistant"), "messages[0].content[0].input: missing"),
+        (
+            of({"type": "tool_use", "id": "1", "name": "f", "input": {"INVALID_JSON": "1"}}, role="assistant"),
+            "messages[0].content[0]: arguments: wanted a JSON object, got '1'",
+        ),
+        (
+            of(tools=[{"type": "bash_20250124", "name": "bash"}]),
+            "tools[0].type: wanted one of custom, got 'bash_20250124'",
+        ),
+        (of(tools=[{"name": "f", "defer_loading": True}]), "tools[0].defer_loading: unknown here, known: type, name,"),
+        (of(tool_choice="auto"), "tool_choice: wanted an object, got 'auto'"),
+        (of(tool_choice={"type": "tool"}), "tool_choice.name: missing, wanted text"),
+        (of(tool_choice={"type": "any"}), "tool_choice: required, but no tool is declared"),
+        (of(tool_choice={"type": "tool", "name": "g"}, **TOOLS), "tool_choice: 'g' is not declared, there are: f"),
+        (of(output_config={"effort": "medium"}), "output_config.effort: wanted one of low, high, max, got 'medium'"),
+        (of(output_config={"format": {"type": "json_schema"}}), "output_config.format.schema: missing"),
+        (
+            of(thinking={"type": "enabled", "budget_tokens": True}),
+            "thinking.budget_tokens: wanted a whole number, got a",
+        ),
+        (of(thinking={"type": "on"}), "thinking.type: wanted one of enabled, disabled, adaptive, got 'on'"),
+    ],
+)
+def test_a_wrong_request_is_named(body, error):
+    with pytest.raises(ValueError) as raised:
+        read_request(body)
+    assert str(raised.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    "ids, error",
+    [
+        ([""], "messages[1].content[0]: tool_call_id is empty, there are: '1'"),
+        (["2"], "messages[1].content[0]: tool_call_id '2' is none of the assistant's last calls"),
+        (["1", "1"], "messages[1].content[1]: tool_call_id '1' has a result already"),
+    ],
+)
+def test_a_result_of_no_call_is_named_by_its_block(ids, error):
+    content = [result(id) for id in ids]
+    with pytest.raises(ValueError) as raised:
+        read_request({"system": "s", "messages": [CALL, {"role": "user", "content": content}]})
+    assert str(raised.value).startswith(error)

@@ -1,0 +1,216 @@
+"""Responses, read and written: which items make one message, and what each field means."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trivium.chat import message as chat
+from trivium.chat.message import Conversation, Image, Options, ResponseFormat, Text, Tool, ToolCall
+from trivium.chat.responses import read_request, write_items
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+BODY = {
+    "model": "kimi-k3",
+    "store": False,
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "developer", "content": "In English."},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Here: "},
+                {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"},
+            ],
+        },
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Two calls."}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Let me see.", "annotations": [], "logprobs": []}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "weather", "arguments": '{"city": "a"}'},
+        {"type": "function_call", "call_id": "2", "name": "weather", "arguments": '{"city": half'},
+        {"type": "function_call_output", "call_id": "2", "output": "no such city"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "18 C"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Say it."}]},
+        {"role": "assistant", "content": "18"},
+        {"role": "user", "content": "And b?"},
+    ],
+    "tools": [
+        {"type": "function", "name": "weather", "description": "Of a city.", "parameters": SCHEMA, "strict": False},
+    ],
+    "tool_choice": {"type": "function", "name": "weather"},
+    "parallel_tool_calls": False,
+    "text": {"format": {"type": "json_schema", "name": "w", "strict": True, "schema": SCHEMA}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+}
+
+
+def test_a_request_is_read_whole():
+    conversation = read_request(BODY)
+    assert conversation.messages == (
+        chat.system("Be brief."),
+        chat.system("In English."),
+        chat.user([Text("Here: "), Image(source="data:image/png;base64,AA")]),
+        chat.assistant(
+            "Let me see.",
+            reasoning="Two calls.",
+            tool_calls=[
+                ToolCall(id="1", name="weather", arguments={"city": "a"}),
+                ToolCall(id="2", name="weather", arguments='{"city": half'),
+            ],
+        ),
+        chat.tool_result("no such city", call_id="2"),
+        chat.tool_result("18 C", call_id="1"),
+        chat.assistant("18", reasoning="Say it."),
+        chat.user("And b?"),
+    )
+    assert conversation.options == Options(
+        tools=(Tool(name="weather", description="Of a city.", parameters=SCHEMA, strict=False),),
+        effort="low",
+        tool_choice="required",
+        forced_tool="weather",
+        parallel_calls=False,
+        response_format=ResponseFormat(kind="json_schema", schema=SCHEMA, name="w", strict=True),
+    )
+    assert read_request({"input": "Hi"}).messages == (chat.user("Hi"),)
+    assert read_request({"input": "Hi", "instructions": ""}) == Conversation(messages=(chat.user("Hi"),))
+
+
+@given(st.data())
+def test_what_is_written_is_read_as_the_same_message(answers, data):
+    answer = data.draw(answers)
+    items = write_items(answer)
+    assert read_request({"input": [{"role": "user", "content": "x"}, *items]}).messages == (chat.user("x"), answer)
+
+
+def test_items_stand_in_order_and_reasoning_is_no_summary():
+    answer = chat.assistant("t", reasoning="r", tool_calls=[ToolCall(id="1", name="f", arguments={"a": 1})])
+    assert write_items(answer) == [
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "t", "annotations": []}],
+        },
+        {"type": "function_call", "status": "completed", "call_id": "1", "name": "f", "arguments": '{"a": 1}'},
+    ]
+    assert [item["type"] for item in write_items(chat.assistant())] == ["message"]
+    with pytest.raises(ValueError, match=r"^items: wanted a message of the assistant, got one of the user$"):
+        write_items(chat.user("x"))
+
+
+def test_of_a_wrong_request_comes_nothing_but_an_error_that_names_it(check_wrong_requests):
+    check_wrong_requests(read_request, BODY)
+
+
+# --- Which items make one message -------------------------------------------------------------------------------
+
+THINKING = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}]}
+WORDS = {"role": "assistant", "content": "w"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}
+CALLED = ToolCall(id="1", name="f", arguments={})
+
+
+@pytest.mark.parametrize(
+    "items, messages",
+    [
+        ([THINKING], [chat.assistant(reasoning="r")]),
+        ([THINKING, THINKING, WORDS], [chat.assistant("w", reasoning="rr")]),
+        ([THINKING, CALL], [chat.assistant(reasoning="r", tool_calls=[CALLED])]),
+        ([THINKING, CALL, WORDS], [chat.assistant("w", reasoning="r", tool_calls=[CALLED])]),
+        ([WORDS, WORDS], [chat.assistant("ww")]),
+        ([WORDS, THINKING, CALL], [chat.assistant("w"), chat.assistant(reasoning="r", tool_calls=[CALLED])]),
+        ([CALL, THINKING, WORDS], [chat.assistant(tool_calls=[CALLED]), chat.assistant("w", reasoning="r")]),
+        ([THINKING, {"role": "user", "content": "u"}, WORDS],
+         [chat.assistant(reasoning="r"), chat.user("u"), chat.assistant("w")]),
+        ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": []}],
+         [chat.assistant(reasoning="s")]),
+        ([THINKING | {"summary": [{"type": "summary_text", "text": "s"}]}], [chat.assistant(reasoning="r")]),
+    ],
+)  # fmt: skip
+def test_items_side_by_side_are_one_message(items, messages):
+    assert read_request({"input": items}).messages == tuple(messages)
+
+
+# --- Options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, wanted",
+    [
+        ({"tool_choice": "none"}, {"tool_choice": "none"}),
+        ({"text": {"format": {"type": "text"}}}, {}),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": ResponseFormat(kind="json_object")}),
+        ({"text": {"verbosity": "high"}, "reasoning": {"effort": None}, "truncation": "auto"}, {}),
+        ({"reasoning": {"effort": "max"}}, {"effort": "max"}),
+    ],
+)
+def test_options(given, wanted):
+    assert read_request({"input": "x"} | given).options == Options(**wanted)
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ([], "request: wanted an object, got a list"),
+        ({}, "input: missing, wanted text or a list"),
+        ({"input": []}, "input: wanted at least one, got none"),
+        ({"input": ["x"]}, "input[0]: wanted an object, got 'x'"),
+        (
+            {"input": [{"role": "tool", "content": "x"}]},
+            "input[0].role: wanted one of system, developer, user, assistant",
+        ),
+        ({"input": [{"role": "user"}]}, "input[0].content: missing, wanted text or a list"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: wanted one of message, reasoning,"),
+        ({"input": [THINKING | {"encrypted_content": "x"}]}, "input[0].encrypted_content: unknown here"),
+        ({"input": [CALL | {"arguments": "1"}]}, "input[0]: arguments: wanted a JSON object, got '1'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            "input[0].content[0].image_url: missing, wanted text",
+        ),
+        (
+            {"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type: wanted one of input_text, output_text, got 'input_image'",
+        ),
+        (
+            {"input": "x", "reasoning": {"effort": "medium"}},
+            "reasoning.effort: wanted one of low, high, max, got 'medium'",
+        ),
+        (
+            {"input": "x", "tools": [{"type": "custom", "name": "f"}]},
+            "tools[0].type: wanted one of function, got 'custom'",
+        ),
+        ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type: missing, wanted text"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema: missing, wanted an object"),
+        ({"input": "x", "text": {"format": {"type": "text", "name": "n"}}}, "text.format.name: unknown here"),
+    ],
+)
+def test_a_wrong_request_is_named(body, error):
+    with pytest.raises(ValueError) as raised:
+        read_request(body)
+    assert str(raised.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    "ids, error",
+    [
+        ([""], "input[2]: tool_call_id is empty, there are: '1'"),
+        (["2"], "input[2]: tool_call_id '2' is none of the assistant's last calls"),
+        (["1", "1"], "input[3]: tool_call_id '1' has a result already"),
+    ],
+)
+def test_a_result_of_no_call_is_named_by_its_item(ids, error):
+    outputs = [{"type": "function_call_output", "call_id": id, "output": "x"} for id in ids]
+    with pytest.raises(ValueError) as raised:
+        read_request({"instructions": "i", "input": [THINKING, CALL, *outputs]})
+    assert str(raised.value).startswith(error)

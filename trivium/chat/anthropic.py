@@ -1,0 +1,214 @@
+"""Anthropic: Anthropic's Messages, read and written.
+
+Of a request, these fields are chat's: system, messages, tools, tool_choice, thinking, output_config. All others at the
+top are ignored: sampling and serving are the server's. Inside messages, blocks, tools and options an unknown field is
+an error, unless it is null or one of `HARMLESS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trivium.chat import strict_json
+from trivium.chat.fields import (
+    EFFORTS,
+    Fields,
+    conversation,
+    path_of_errors,
+    read_content,
+    read_schema,
+    read_text,
+    read_tool,
+)
+from trivium.chat.message import (
+    Choice,
+    Conversation,
+    Image,
+    Message,
+    Options,
+    Part,
+    ResponseFormat,
+    Text,
+    Tool,
+    ToolCall,
+    system,
+    tool_result,
+    user,
+)
+
+HARMLESS = frozenset({"cache_control", "citations", "eager_input_streaming"})
+NO_JSON = "INVALID_JSON"  # Anthropic's own name for what a call's input holds when it is no JSON object
+
+
+def read_request(body: dict[str, Any]) -> Conversation:
+    """Messages and options of a request. Raises ValueError that begins with the path of the field.
+
+    A user's message becomes its tool results first, then what else it says. The text of a result with `is_error` is
+    kept as it is. Of the assistant's blocks, all thinking is one reasoning, in front of its words, in front of its
+    calls: the format has one place for each. A last message of the assistant is history, not the answer's beginning.
+    `budget_tokens` says nothing to the model, `output_config.effort` does.
+    """
+    request = Fields(body, harmless=HARMLESS)
+    said: list[tuple[str, Message]] = []
+    rules = system(read_content(request, "system", {"text": read_text}))
+    if rules.content:
+        said.append(("system", rules))
+    for fields in request.some("messages"):
+        said += _read_messages(fields)
+    return conversation(said, _read_options(request))
+
+
+def write_content(message: Message) -> list[dict[str, Any]]:
+    """The blocks of the assistant's message: read, they are the same one. A name and `partial` have no place there."""
+    if message.role != "assistant":
+        raise ValueError(f"content: wanted a message of the assistant, got one of the {message.role}")
+    blocks: list[dict[str, Any]] = []
+    if message.reasoning:
+        signature = signature_of(message.reasoning)
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": signature})
+    if message.text:
+        blocks.append({"type": "text", "text": message.text})
+    for call in message.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input_of(call)})
+    return blocks
+
+
+def signature_of(reasoning: str) -> str:
+    """What a thinking block is signed with: SHA-256 of its text in hex. It tells a changed text, not a forged one."""
+    return hashlib.sha256(reasoning.encode("utf-8")).hexdigest()
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+def _read_messages(fields: Fields) -> list[tuple[str, Message]]:
+    fields.need("role", str)
+    role = fields.choice("role", ("user", "assistant"))
+    fields.need("content", str, list)
+    with path_of_errors(fields.path):
+        said = _read_user(fields) if role == "user" else [(fields.path, _read_assistant(fields))]
+    fields.close()
+    return said
+
+
+def _read_user(fields: Fields) -> list[tuple[str, Message]]:
+    blocks = read_content(fields, "content", _OF_USER)
+    results = [block for block in blocks if isinstance(block, tuple)]
+    parts = [block for block in blocks if not isinstance(block, tuple)]
+    return [*results, (fields.path, user(parts))] if parts or not results else results
+
+
+def _read_assistant(fields: Fields) -> Message:
+    blocks = read_content(fields, "content", _OF_ASSISTANT)
+    return Message(
+        role="assistant",
+        content=tuple(block for block in blocks if isinstance(block, Text)),
+        reasoning="".join(block for block in blocks if isinstance(block, str)),
+        tool_calls=tuple(block for block in blocks if isinstance(block, ToolCall)),
+    )
+
+
+def _read_image(block: Fields) -> Image:
+    source = block.object("source")
+    source.need("type", str)
+    if source.choice("type", ("base64", "url")) == "url":
+        image = Image(source=source.need("url", str))
+    else:
+        image = Image(source=f"data:{source.need('media_type', str)};base64,{source.need('data', str)}")
+    source.close()
+    return image
+
+
+def _read_result(block: Fields) -> tuple[str, Message]:
+    block.get("is_error", bool)
+    content = read_content(block, "content", _PARTS)
+    return block.path, tool_result(content, call_id=block.need("tool_use_id", str))
+
+
+def _read_thinking(block: Fields) -> str:
+    """The text, checked against a signature of ours; another's has another form, and cannot be checked."""
+    text, signature = block.need("thinking", str), block.get("signature", str)
+    if signature and re.fullmatch(r"[0-9a-f]{64}", signature) and signature != signature_of(text):
+        raise ValueError(
+            f"{block.at('signature')}: is of another text: thinking is sent back as it came, or not at all"
+        )
+    return text
+
+
+def _refuse_redacted(block: Fields) -> str:
+    raise ValueError(f"{block.path}: redacted_thinking cannot be read, only who wrote it has its text: wanted thinking")
+
+
+def _read_use(block: Fields) -> ToolCall:
+    id, name, given = block.filled("id"), block.need("name", str), block.need("input", dict)
+    text = given.get(NO_JSON)
+    if len(given) == 1 and isinstance(text, str):
+        return ToolCall.of_text(id=id, name=name, arguments=text)
+    return ToolCall(id=id, name=name, arguments=given)
+
+
+def _input_of(call: ToolCall) -> dict[str, Any]:
+    if isinstance(call.arguments, str):
+        return {NO_JSON: call.arguments}
+    if list(call.arguments) == [NO_JSON]:  # it would be read as what is no JSON
+        return {NO_JSON: strict_json.spaced(call.arguments)}
+    return dict(strict_json.copy_of(call.arguments, "input"))
+
+
+_PARTS: Mapping[str, Callable[[Fields], Part]] = {"text": read_text, "image": _read_image}
+_OF_USER: Mapping[str, Callable[[Fields], Part | tuple[str, Message]]] = {**_PARTS, "tool_result": _read_result}
+_OF_ASSISTANT: Mapping[str, Callable[[Fields], Text | str | ToolCall]] = {
+    "text": read_text,
+    "thinking": _read_thinking,
+    "redacted_thinking": _refuse_redacted,
+    "tool_use": _read_use,
+}
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+_CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
+
+def _read_options(request: Fields) -> Options:
+    tool_choice, forced_tool, parallel_calls = _read_choice(request.object("tool_choice"))
+    thinking = request.object("thinking")
+    kind = thinking.choice("type", ("enabled", "disabled", "adaptive"))
+    thinking.get("budget_tokens", int)
+    thinking.close("display")  # what is returned of it
+    output = request.object("output_config")
+    effort = output.choice("effort", EFFORTS)
+    response_format = _read_format(output.object("format"))
+    output.close()
+    return Options(
+        tools=tuple(_read_custom(tool) for tool in request.each("tools")),
+        thinking=kind != "disabled",
+        effort=effort,
+        tool_choice=tool_choice,
+        forced_tool=forced_tool,
+        parallel_calls=parallel_calls,
+        response_format=response_format,
+    )
+
+
+def _read_custom(fields: Fields) -> Tool:
+    fields.choice("type", ("custom",))
+    return read_tool(fields, "input_schema")
+
+
+def _read_choice(fields: Fields) -> tuple[Choice, str | None, bool]:
+    kind = fields.choice("type", tuple(_CHOICES)) or "auto"
+    name = fields.need("name", str) if kind == "tool" else None
+    parallel_calls = fields.get("disable_parallel_tool_use", bool) is not True
+    fields.close()
+    return _CHOICES[kind], name, parallel_calls
+
+
+def _read_format(fields: Fields) -> ResponseFormat:
+    if fields.choice("type", ("json_schema",)) is None:
+        fields.close()
+        return ResponseFormat()
+    return read_schema(fields)
