@@ -1,6 +1,7 @@
 """Anthropic's Messages, read and written: which blocks make which messages, and what each field means."""
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -86,7 +87,15 @@ def test_a_request_is_read_whole():
 def test_what_is_written_is_read_as_the_same_message(answers, data):
     answer = data.draw(answers)
     said = {"role": "assistant", "content": write_content(answer)}
-    assert read_request({"messages": [said]}).messages == (answer,)
+    assert read_request({"messages": [said, {"role": "user", "content": "u"}]}).messages == (answer, chat.user("u"))
+
+
+def test_a_last_answer_that_has_words_is_gone_on_with():
+    begun = {"role": "assistant", "content": "The answer is"}
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+    assert read_request({"messages": [begun]}).messages[0].partial
+    assert not read_request({"messages": [begun, {"role": "user", "content": "u"}]}).messages[0].partial
+    assert not read_request({"messages": [called]}).messages[0].partial
 
 
 def test_blocks_stand_in_order_and_thinking_is_signed():
@@ -146,7 +155,8 @@ def thinking(text, signature=None):
     ],
 )
 def test_blocks_of_the_assistant_are_one_message(blocks, message):
-    assert read_request(of(*blocks, role="assistant")).messages == (message,)
+    (read,) = read_request(of(*blocks, role="assistant")).messages
+    assert replace(read, partial=False) == message
 
 
 @pytest.mark.parametrize("system, text", [("s", "s"), ([{"type": "text", "text": "s"}] * 2, "ss")])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from trivium.chat import strict_json
@@ -48,7 +49,8 @@ def read_request(body: dict[str, Any]) -> Conversation:
 
     A user's message becomes its tool results first, then what else it says. The text of a result with `is_error` is
     kept as it is. Of the assistant's blocks, all thinking is one reasoning, in front of its words, in front of its
-    calls: the format has one place for each. A last message of the assistant is history, not the answer's beginning.
+    calls: the format has one place for each. A last message of the assistant that has words and no calls is the answer's
+    beginning, to be gone on with, as Anthropic has it.
     `budget_tokens` says nothing to the model, `output_config.effort` does.
     """
     request = Fields(body, harmless=HARMLESS)
@@ -58,6 +60,9 @@ def read_request(body: dict[str, Any]) -> Conversation:
         said.append(("system", rules))
     for fields in request.some("messages"):
         said += _read_messages(fields)
+    path, last = said[-1]
+    if last.role == "assistant" and last.content and not last.tool_calls:
+        said[-1] = path, replace(last, partial=True)
     return conversation(said, _read_options(request))
 
 
