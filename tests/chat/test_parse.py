@@ -995,3 +995,17 @@ def test_an_answer_cut_at_any_id_is_read_and_has_no_unclosed_call_that_is_execut
         calls = parse(ids, BYTES, channel="think", tools=TOOLS).calls
         num_closed = BYTES.decode(ids).count("<|close|>call<|sep|>")
         assert [call.executable for call in calls] == [index < num_closed for index in range(len(calls))]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("length", [256, 257])
+def test_an_argument_whose_name_no_message_may_have_makes_no_executable_call(tokenizer, as_json, length):
+    key = "k" * length
+    if as_json:
+        inner = f'<|open|>json type="object"<|sep|>{{"{key}": 1}}<|close|>json<|sep|>'
+    else:
+        inner = f'<|open|>argument key="{key}" type="number"<|sep|>1<|close|>argument<|sep|>'
+    call = f'<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>{inner}<|close|>call<|sep|><|close|>tools<|sep|>'
+    answer = parse(tokenizer.encode_control(f"{call}<|end_of_msg|>"), tokenizer, channel="response", tools=None)
+    assert answer.calls[0].executable == (length == 256)
+    assert len(answer.message().tool_calls) == (length == 256)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trivium.chat import strict_json
-from trivium.chat.message import Message, Tool, ToolCall, assistant
+from trivium.chat.message import MAX_NAME_CHARS, Message, Tool, ToolCall, assistant
 from trivium.chat.render import type_of
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -236,6 +236,8 @@ class CallArguments:
         else:
             if key in self._keys:
                 self.spoil(f"a second argument {key[:60]!r}")
+            if len(key) > MAX_NAME_CHARS:
+                self.spoil(_too_long(key))
             self._say(f"{', ' if self._keys else '{'}{_json_string(key)}: ", out)
             self._keys.add(key)
             self.value = self._argument(key, attributes.get("type"), marker, out)
@@ -298,6 +300,10 @@ class CallArguments:
                 self._say(_json_string(value.text), out)
         elif value.mode == "raw" and not _is_json(value.text, value.type, inside=value.tag == "argument"):
             self.spoil(f"no JSON {value.type}")
+        elif value.mode == "raw" and value.tag == "json":
+            for key in strict_json.loads(value.text):
+                if len(key) > MAX_NAME_CHARS:
+                    self.spoil(_too_long(key))
         self.value = None
 
     def end(self, out: list[Event], *, closed: bool) -> str:
@@ -315,6 +321,10 @@ class CallArguments:
     def _say(self, text: str, out: list[Event]) -> None:
         if text:
             out.append(ArgumentText(self.index, text))
+
+
+def _too_long(key: str) -> str:
+    return f"an argument's name of {len(key)} characters, at most {MAX_NAME_CHARS} are allowed"
 
 
 def _is_json(text: str, type_: str, *, inside: bool = False) -> bool:
