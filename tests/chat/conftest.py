@@ -48,9 +48,9 @@ ARGUMENTS = OBJECT | NO_JSON | st.fixed_dictionaries({"INVALID_JSON": JSON})
 SIDE = st.integers(1, 9999)
 IMAGE = st.builds(Image, source=TEXT) | st.builds(Image, source=TEXT, width=SIDE, height=SIDE)
 CONTENT = st.lists(TEXT.map(Text) | IMAGE, max_size=4)
-FUNCTIONS = st.builds(
+DECLARED = st.builds(
     Tool,
-    name=NAME.filter(lambda name: not name.startswith("$")),
+    name=st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,9}", fullmatch=True),
     description=st.none() | TEXT,
     parameters=st.none() | OBJECT,
     strict=st.none() | st.booleans(),
@@ -73,7 +73,7 @@ def results_of(draw, calls: list[ToolCall]) -> list[chat.Message]:
 def messages_of(draw) -> list[chat.Message]:
     """The messages of a conversation in which every kind of message can stand."""
     messages: list[chat.Message] = []
-    tools = draw(st.lists(FUNCTIONS, max_size=3, unique_by=lambda tool: tool.name))
+    tools = draw(st.lists(DECLARED, max_size=3, unique_by=lambda tool: tool.name))
     for _ in range(draw(st.integers(1, 4))):
         kind = draw(st.sampled_from(["system", "user", "assistant", "tools"]))
         if kind == "assistant":

@@ -127,7 +127,12 @@ def test_of_a_wrong_request_comes_nothing_but_an_error_that_names_it(check_wrong
 
 # --- Messages ---------------------------------------------------------------------------------------------------
 
-CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+
+def use(id):
+    return {"type": "tool_use", "id": id, "name": "f", "input": {}}
+
+
+CALL = {"role": "assistant", "content": [use("1")]}
 
 
 def result(id="1", **fields):
@@ -159,6 +164,41 @@ def test_blocks_of_the_assistant_are_one_message(blocks, message):
     assert replace(read, partial=False) == message
 
 
+def test_messages_of_the_assistant_side_by_side_are_one():
+    said = [
+        [thinking("a"), {"type": "text", "text": "t"}, use("1")],
+        "u",
+        [thinking("b"), use("2") | {"caller": {"type": "direct"}}],
+    ]
+    answers = [{"role": "assistant", "content": content} for content in said]
+    results = {"role": "user", "content": [result("1"), result("2")]}
+    user = {"role": "user", "content": "x"}
+    calls = [ToolCall(id=id, name="f", arguments={}) for id in ("1", "2")]
+    assert read_request({"messages": [*answers, results, user, user]}).messages == (
+        chat.assistant("tu", reasoning="ab", tool_calls=calls),
+        chat.tool_result("", call_id="1"),
+        chat.tool_result("", call_id="2"),
+        chat.user("x"),
+        chat.user("x"),
+    )
+    begun = [{"role": "assistant", "content": word} for word in ("The answer", " is")]
+    assert read_request({"messages": begun}).messages == (chat.assistant("The answer is", partial=True),)
+
+
+@pytest.mark.parametrize("content", ["s", [{"type": "text", "text": "s"}]])
+def test_a_message_of_the_system_stays_in_its_place(content):
+    said = [{"role": "user", "content": "u"}, {"role": "system", "content": content}, CALL]
+    results = [{"role": "system", "content": content}, {"role": "user", "content": [result()]}]
+    assert read_request({"system": "first", "messages": said + results}).messages == (
+        chat.system("first"),
+        chat.user("u"),
+        chat.system("s"),
+        chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments={})]),
+        chat.system("s"),
+        chat.tool_result("", call_id="1"),
+    )
+
+
 @pytest.mark.parametrize("system, text", [("s", "s"), ([{"type": "text", "text": "s"}] * 2, "ss")])
 def test_the_system_comes_first(system, text):
     assert read_request(of(system=system)).messages == (chat.system(text), chat.user("x"))
@@ -184,10 +224,21 @@ DECLARED = {"tools": (Tool(name="f", parameters={}),)}
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, {}),
         ({"thinking": {"type": "disabled"}}, {"thinking": False}),
         ({"thinking": {"type": "adaptive", "display": "summarized"}}, {}),
+        ({"metadata": {"user_id": "x"}, "stop_sequences": ["x"], "output_format": None}, {}),
+        *[
+            ({"output_config": {"effort": effort}}, {"effort": wanted})
+            for wanted, efforts in {
+                "low": ("none", "minimal", "low"),
+                "high": ("medium", "high"),
+                "max": ("xhigh", "max"),
+            }.items()
+            for effort in efforts
+        ],
         (
-            {"output_config": {"effort": "max"}, "metadata": {"user_id": "x"}, "stop_sequences": ["x"]},
-            {"effort": "max"},
+            {"tools": [TOOLS["tools"][0] | {"defer_loading": True, "input_examples": [{}]}]},
+            DECLARED,
         ),
+        ({"tools": [TOOLS["tools"][0] | {"eager_input_streaming": True}]}, DECLARED),
     ],
 )
 def test_options(given, wanted):
@@ -201,8 +252,12 @@ def test_options(given, wanted):
         ({"messages": [], "system": "s"}, "messages: wanted at least one, got none"),
         ({"messages": [{"role": "user"}]}, "messages[0].content: missing, wanted text or a list"),
         (
-            {"messages": [{"role": "system", "content": "x"}]},
-            "messages[0].role: wanted one of user, assistant, got 'system'",
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role: wanted one of user, assistant, system, got 'tool'",
+        ),
+        (
+            {"messages": [{"role": "system", "content": [{"type": "image", "source": SOURCE}]}]},
+            "messages[0].content[0].type: wanted one of text, got 'image'",
         ),
         (of({"type": "redacted_thinking", "data": "x"}, role="assistant"), "messages[0].content[0]: redacted_thinking"),
         (
@@ -228,12 +283,14 @@ def test_options(given, wanted):
             of(tools=[{"type": "bash_20250124", "name": "bash"}]),
             "tools[0].type: wanted one of custom, got 'bash_20250124'",
         ),
-        (of(tools=[{"name": "f", "defer_loading": True}]), "tools[0].defer_loading: unknown here, known: type, name,"),
+        (of(tools=[{"name": "f", "typo": True}]), "tools[0].typo: unknown here, known: type, name,"),
+        (of(output_format={"type": "json_schema"}), "output_format: no longer read, wanted output_config.format"),
+        (of({"type": "tool_reference", "tool_name": "f"}), "messages[0].content[0].type: wanted one of text, image,"),
         (of(tool_choice="auto"), "tool_choice: wanted an object, got 'auto'"),
         (of(tool_choice={"type": "tool"}), "tool_choice.name: missing, wanted text"),
         (of(tool_choice={"type": "any"}), "tool_choice: required, but no tool is declared"),
         (of(tool_choice={"type": "tool", "name": "g"}, **TOOLS), "tool_choice: 'g' is not declared, there are: f"),
-        (of(output_config={"effort": "medium"}), "output_config.effort: wanted one of low, high, max, got 'medium'"),
+        (of(output_config={"effort": "most"}), "output_config.effort: wanted one of none, minimal, low, medium, high,"),
         (of(output_config={"format": {"type": "json_schema"}}), "output_config.format.schema: missing"),
         (
             of(thinking={"type": "enabled", "budget_tokens": True}),

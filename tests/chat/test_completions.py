@@ -147,7 +147,9 @@ NESTED = {"type": "json_schema", "json_schema": {"schema": None, "json_schema": 
         ({"thinking": {"type": "disabled"}, "reasoning_effort": "low"}, {"thinking": False, "effort": "low"}),
         ({"thinking": False}, {"thinking": False}),
         ({"thinking": True, "thinking_effort": "high"}, {"effort": "high"}),
-        ({"add_generation_prompt": 7, "stream": True, "stop": ["x"], "functions": 1}, {}),
+        ({"add_generation_prompt": 7, "stream": True, "stop": ["x"], "functions": None, "function_call": None}, {}),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 1024}}, {}),
+        ({"tools": [{"function": {"name": "天気 <|open|>"}}]}, {"tools": (Tool(name="天気 <|open|>"),)}),
     ],
 )
 def test_options(given, wanted):
@@ -170,6 +172,21 @@ def test_options(given, wanted):
         ({"role": "system", "content": "", "tools": [{"function": {"name": "f"}}]}, chat.declare([Tool(name="f")])),
         ({"role": "tool", "content": None, "tool": "t", "name": "n"}, chat.tool_result("", name="t")),
         ({"role": "tool", "content": "", "name": "n"}, chat.tool_result("", name="n")),
+        ({"role": "tool", "name": "n"}, chat.tool_result("", name="n")),
+        ({"role": "assistant", "content": "a", "refusal": ""}, chat.assistant("a")),
+        (
+            {"role": "assistant", "reasoning": "a", "reasoning_details": [{}], "provider_specific_fields": {"a": 1}},
+            chat.assistant(reasoning="a"),
+        ),
+        (
+            {"role": "assistant", "tool_calls": [call()["tool_calls"][0] | {"extras": {"a": 1}}]},
+            chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments={})]),
+        ),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, chat.user([Image(source="x")])),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "id": "1"}}]},
+            chat.user([Image(source="x")]),
+        ),
         (call(arguments=" "), chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments={})])),
         (call(arguments=None), chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments={})])),
         (call(arguments='{"a":'), chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments='{"a":')])),
@@ -195,6 +212,11 @@ def test_texts_side_by_side_are_one():
         ),
         ({"role": "user", "content": "x", "tool_calls": []}, "messages[0].tool_calls: unknown here, known: role,"),
         ({"role": "user", "content": "x", "refusal": "no"}, "messages[0].refusal: unknown here"),
+        (
+            {"role": "assistant", "refusal": "no"},
+            "messages[0].refusal: wanted none: what the assistant said is content",
+        ),
+        ({"role": "user", "content": "x", "id": "1"}, "messages[0].id: unknown here"),
         ({"role": "user", "content": "x", "a b": 1}, "messages[0].'a b': unknown here"),
         ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0].type: missing, wanted text"),
         (
@@ -217,6 +239,13 @@ def test_texts_side_by_side_are_one():
             {"role": "system", "content": "x", "tools": [{"function": {"name": "f"}}]},
             "messages[0]: message: one that declares tools has no content",
         ),
+        *[
+            (
+                {"role": "system", "tools": [{"function": {"name": "f"}}, {"function": {"name": name}}]},
+                "messages[0].tools[1].function.name: of a tool in a message wanted letters, digits, _ and -",
+            )
+            for name in ("1f", "-f", "f.g", "f g", "f\n", "fé", "é")
+        ],
         ({"role": "assistant", "partial": 1}, "messages[0].partial: wanted a boolean, got a whole number"),
         (call(arguments="[1]"), "messages[0].tool_calls[0].function: arguments: wanted a JSON object, got '[1]'"),
         (
@@ -258,7 +287,8 @@ def test_a_wrong_message_is_named(message, error):
         ({"reasoning_effort": "none"}, "reasoning_effort: wanted one of low, high, max, got 'none'"),
         ({"thinking": {"effort": "minimal"}}, "thinking.effort: wanted one of low, high, max, got 'minimal'"),
         ({"thinking": {"keep": "none"}}, "thinking.keep: wanted one of all, got 'none'"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens: unknown here"),
+        ({"functions": [{"name": "f"}]}, 'functions: no longer read, wanted tools: [{"type": "function", "function":'),
+        ({"function_call": "auto"}, "function_call: no longer read, wanted tool_choice"),
         ({"response_format": "json_schema"}, "response_format: response format: json_schema wants a schema"),
         (
             {"response_format": {"type": "grammar"}},

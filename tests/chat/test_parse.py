@@ -406,7 +406,7 @@ def test_a_call_of_a_tool_that_is_not_declared_is_told_and_not_executable():
         ("array", '{"a": 1}', '{"a": 1}', 1),
         ("array", "null", "null", 1),
         ("date", "5", "5", 1),  # no type that we know
-        ("integer", "5", "5", 1),
+        ("integer", "5", 5, 1),  # a schema's word
         ("", "5", "5", 1),
     ],
 )
@@ -1009,3 +1009,38 @@ def test_an_argument_whose_name_no_message_may_have_makes_no_executable_call(tok
     answer = parse(tokenizer.encode_control(f"{call}<|end_of_msg|>"), tokenizer, channel="response", tools=None)
     assert answer.calls[0].executable == (length == 256)
     assert len(answer.message().tool_calls) == (length == 256)
+
+
+@pytest.mark.parametrize("stray", ["{O}", "{C}"])
+def test_a_stray_mark_hides_no_more_than_a_word(stray):
+    said = " world, and what else there is."
+    answer = read(f"Hello {stray}{said}{{C}}response{{S}}{{C}}message{{S}}{{E}}", channel="response")
+    (flaw,) = answer.flaws
+    assert flaw == Flaw("header", marked(stray) + " ")  # an id is a byte here, and no tag begins with a space
+    assert (answer.text, answer.finish_reason) == ("Hello " + said[1:], "stop")
+    # A tag that nobody knows is one up to where it can be no header; one that is known is no content whatever follows.
+    assert read(f"a{stray}b is c{{C}}response{{S}}{{E}}", channel="response").text.endswith("c")
+    assert read(f"a{stray}call is c{{S}}b{{C}}response{{S}}{{E}}", channel="response").text == "ab"
+
+
+def test_whitespace_between_think_and_what_follows_is_no_content():
+    for follows, text in (("{O}response{S}hi{C}response{S}", "hi"), ("{O}tools{S}{C}tools{S}", ""), ("", "")):
+        answer = read(f"hm{{C}}think{{S}}\n\n{follows}{{C}}message{{S}}{{E}}", channel="think")
+        assert (answer.text, answer.flaws) == (text, (Flaw("text", "\n\n"),))
+    # Words that follow are the answer, and the whitespace in front of them and in them is theirs.
+    assert read("hm{C}think{S}\n\nhi there\n{C}message{S}{E}", channel="think").text == "\n\nhi there\n"
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ['{O}json type="object"{S}{"a": 1, "a": 2}{C}json{S}', argument("k", "object", '{"b": [{"a": 1, "a": 2}]}')],
+)
+def test_b005_a_key_that_stands_twice_in_json_makes_no_executable_call(inner):
+    (call,) = read(f'{{O}}call tool="f"{{S}}{inner}{{C}}call{{S}}{{E}}', tools=None).calls
+    assert not call.executable and call.arguments is None
+
+
+def test_b005_of_several_types_in_the_schema_the_one_that_is_not_null_decides():
+    tool = Tool(name="f", parameters={"properties": {"k": {"type": ["integer", "null"]}}})
+    (call,) = read('{O}call tool="f"{S}{O}argument key="k"{S}5{C}argument{S}{C}call{S}{E}', tools=[tool]).calls
+    assert call.arguments == {"k": 5}

@@ -349,7 +349,7 @@ def completions_with(text):
     return {
         "messages": [
             {"role": "system", "content": text, "name": text},
-            {"role": "system", "tools": [{"type": "function", "function": function | {"name": f"g{text}"}}]},
+            {"role": "system", "tools": [{"type": "function", "function": function | {"name": "g"}}]},
             {"role": "user", "content": [*halves(text), picture, *halves(text)], "name": text},
             {"role": "assistant", "content": text, "reasoning_content": text, "name": text, "tool_calls": calls},
             {"role": "tool", "tool_call_id": f"{text}2", "content": [picture, *halves(text)]},

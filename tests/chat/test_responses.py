@@ -119,6 +119,23 @@ THINKING = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": 
 WORDS = {"role": "assistant", "content": "w"}
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": ""}
 CALLED = ToolCall(id="1", name="f", arguments={})
+USER = {"role": "user", "content": "u"}
+
+
+def call(id):
+    return CALL | {"call_id": id}
+
+
+def called(*ids, **said):
+    return chat.assistant(tool_calls=[ToolCall(id=id, name="f", arguments={}) for id in ids], **said)
+
+
+def output(id):
+    return {"type": "function_call_output", "call_id": id, "output": f"of {id}"}
+
+
+def result(id):
+    return chat.tool_result(f"of {id}", call_id=id)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +146,39 @@ CALLED = ToolCall(id="1", name="f", arguments={})
         ([THINKING, CALL], [chat.assistant(reasoning="r", tool_calls=[CALLED])]),
         ([THINKING, CALL, WORDS], [chat.assistant("w", reasoning="r", tool_calls=[CALLED])]),
         ([WORDS, WORDS], [chat.assistant("ww")]),
-        ([WORDS, THINKING, CALL], [chat.assistant("w"), chat.assistant(reasoning="r", tool_calls=[CALLED])]),
-        ([CALL, THINKING, WORDS], [chat.assistant(tool_calls=[CALLED]), chat.assistant("w", reasoning="r")]),
+        ([WORDS, THINKING, CALL], [chat.assistant("w", reasoning="r", tool_calls=[CALLED])]),
+        ([THINKING, call("1"), THINKING, call("2"), output("1"), output("2"), THINKING, WORDS],
+         [called("1", "2", reasoning="rr"), result("1"), result("2"), chat.assistant("w", reasoning="r")]),
+        ([THINKING, call("1"), output("1"), THINKING, call("2"), output("2")],
+         [called("1", reasoning="r"), result("1"), called("2", reasoning="r"), result("2")]),
         ([THINKING, {"role": "user", "content": "u"}, WORDS],
          [chat.assistant(reasoning="r"), chat.user("u"), chat.assistant("w")]),
         ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": []}],
          [chat.assistant(reasoning="s")]),
+        ([{"type": "reasoning", "content": [{"type": "text", "text": "r"}]}], [chat.assistant(reasoning="r")]),
+        ([THINKING | {"encrypted_content": "x"}], [chat.assistant(reasoning="r")]),
+        ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}],
+         [chat.assistant(reasoning="s")]),
+        ([CALL | {"parsed_arguments": {}, "phase": "x", "status": "completed", "id": "fc"}], [called("1")]),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [chat.assistant("no")]),
         ([THINKING | {"summary": [{"type": "summary_text", "text": "s"}]}], [chat.assistant(reasoning="r")]),
     ],
 )  # fmt: skip
 def test_items_side_by_side_are_one_message(items, messages):
+    assert read_request({"input": items}).messages == tuple(messages)
+
+
+@pytest.mark.parametrize(
+    "items, messages",
+    [
+        ([call("1"), call("2"), output("1"), call("3"), output("3"), output("2")],
+         [called("1", "2"), result("2"), result("1"), called("3"), result("3")]),
+        ([call("1"), USER, WORDS, output("1")], [called("1"), result("1"), chat.user("u"), chat.assistant("w")]),
+        ([call("1"), USER, output("1")], [called("1"), chat.user("u"), result("1")]),  # it is not late
+        ([call("1"), output("1"), call("1"), output("1")], [called("1"), result("1"), called("1"), result("1")]),
+    ],
+)  # fmt: skip
+def test_a_late_output_stands_with_its_call(items, messages):
     assert read_request({"input": items}).messages == tuple(messages)
 
 
@@ -152,11 +192,39 @@ def test_items_side_by_side_are_one_message(items, messages):
         ({"text": {"format": {"type": "text"}}}, {}),
         ({"text": {"format": {"type": "json_object"}}}, {"response_format": ResponseFormat(kind="json_object")}),
         ({"text": {"verbosity": "high"}, "reasoning": {"effort": None}, "truncation": "auto"}, {}),
-        ({"reasoning": {"effort": "max"}}, {"effort": "max"}),
+        *[
+            ({"reasoning": {"effort": effort}}, {"effort": wanted})
+            for wanted, efforts in {
+                "low": ("none", "minimal", "low"),
+                "high": ("medium", "high"),
+                "max": ("xhigh", "max"),
+            }.items()
+            for effort in efforts
+        ],
     ],
 )
 def test_options(given, wanted):
     assert read_request({"input": "x"} | given).options == Options(**wanted)
+
+
+FUNCTION = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("web_search", "web_search_2025_08_26", "web_search_preview", "file_search", "code_interpreter", "mcp"),
+        *("image_generation", "computer", "computer_use_preview", "local_shell", "custom", "namespace"),
+    ],
+)
+def test_a_tool_that_is_no_function_is_left_out(kind):
+    tools = [{"type": kind, "name": "x", "anything": [1]}, FUNCTION]
+    assert read_request({"input": "x", "tools": tools}).options.tools == (Tool(name="f"),)
+    for choice in ({"type": kind}, {"type": kind, "name": "x"}, {"type": "function", "name": "x"}):
+        with pytest.raises(ValueError, match=r"^tool_choice"):
+            read_request({"input": "x", "tools": tools, "tool_choice": choice})
+    with pytest.raises(ValueError, match=r"^tools\[2\]: 'f' is declared already$"):
+        read_request({"input": "x", "tools": [*tools, FUNCTION]})
 
 
 @pytest.mark.parametrize(
@@ -171,8 +239,19 @@ def test_options(given, wanted):
             "input[0].role: wanted one of system, developer, user, assistant",
         ),
         ({"input": [{"role": "user"}]}, "input[0].content: missing, wanted text or a list"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: wanted one of message, reasoning,"),
-        ({"input": [THINKING | {"encrypted_content": "x"}]}, "input[0].encrypted_content: unknown here"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type: wanted one of message, reasoning, function_call,"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: item_reference names what a server has"),
+        ({"input": [{"type": "custom_tool_call"}]}, "input[0].type: custom_tool_call calls a tool that is no function"),
+        ({"input": [{"type": "local_shell_call"}]}, "input[0].type: local_shell_call calls a tool that is no function"),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "input[0].encrypted_content: cannot be read, only who wrote it has its text: wanted content or summary",
+        ),
+        ({"input": [CALL | {"namespace": "n"}]}, "input[0].namespace: unknown here"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            "input[0].content[0].type: wanted one of input_text, output_text, input_image, got 'refusal'",
+        ),
         ({"input": [CALL | {"arguments": "1"}]}, "input[0]: arguments: wanted a JSON object, got '1'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
@@ -180,15 +259,15 @@ def test_options(given, wanted):
         ),
         (
             {"input": [{"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type: wanted one of input_text, output_text, got 'input_image'",
+            "input[0].content[0].type: wanted one of input_text, output_text, refusal, got 'input_image'",
         ),
         (
-            {"input": "x", "reasoning": {"effort": "medium"}},
-            "reasoning.effort: wanted one of low, high, max, got 'medium'",
+            {"input": "x", "reasoning": {"effort": "most"}},
+            "reasoning.effort: wanted one of none, minimal, low, medium, high, xhigh, max, got 'most'",
         ),
         (
-            {"input": "x", "tools": [{"type": "custom", "name": "f"}]},
-            "tools[0].type: wanted one of function, got 'custom'",
+            {"input": "x", "tools": [{"type": "custom_2", "name": "f"}]},
+            "tools[0].type: wanted one of function, got 'custom_2'",
         ),
         ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type: missing, wanted text"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema: missing, wanted an object"),
@@ -207,10 +286,11 @@ def test_a_wrong_request_is_named(body, error):
         ([""], "input[2]: tool_call_id is empty, there are: '1'"),
         (["2"], "input[2]: tool_call_id '2' is none of the assistant's last calls"),
         (["1", "1"], "input[3]: tool_call_id '1' has a result already"),
+        (["1", None, "1"], "input[4]: tool_call_id '1' is none of the assistant's last calls"),
     ],
 )
 def test_a_result_of_no_call_is_named_by_its_item(ids, error):
-    outputs = [{"type": "function_call_output", "call_id": id, "output": "x"} for id in ids]
+    outputs = [WORDS if id is None else output(id) for id in ids]
     with pytest.raises(ValueError) as raised:
         read_request({"instructions": "i", "input": [THINKING, CALL, *outputs]})
     assert str(raised.value).startswith(error)

@@ -1,7 +1,8 @@
 """Anthropic: Anthropic's Messages, read and written.
 
 Of a request, these fields are chat's: system, messages, tools, tool_choice, thinking, output_config. All others at the
-top are ignored: sampling and serving are the server's. Inside messages, blocks, tools and options an unknown field is
+top are ignored: sampling and serving are the server's. But output_format, which is now output_config.format, is an error:
+it would say something to the model. Inside messages, blocks, tools and options an unknown field is
 an error, unless it is null or one of `HARMLESS`.
 """
 
@@ -15,11 +16,12 @@ from typing import Any
 
 from trivium.chat import strict_json
 from trivium.chat.fields import (
-    EFFORTS,
     Fields,
     conversation,
+    folded,
     path_of_errors,
     read_content,
+    read_foreign_effort,
     read_schema,
     read_text,
     read_tool,
@@ -40,26 +42,32 @@ from trivium.chat.message import (
     user,
 )
 
-HARMLESS = frozenset({"cache_control", "citations", "eager_input_streaming"})
+HARMLESS = frozenset(
+    {"cache_control", "caller", "citations", "defer_loading", "eager_input_streaming", "input_examples"}
+)
 NO_JSON = "INVALID_JSON"  # Anthropic's own name for what a call's input holds when it is no JSON object
 
 
 def read_request(body: dict[str, Any]) -> Conversation:
     """Messages and options of a request. Raises ValueError that begins with the path of the field.
 
-    A user's message becomes its tool results first, then what else it says. The text of a result with `is_error` is
-    kept as it is. Of the assistant's blocks, all thinking is one reasoning, in front of its words, in front of its
-    calls: the format has one place for each. A last message of the assistant that has words and no calls is the answer's
-    beginning, to be gone on with, as Anthropic has it.
-    `budget_tokens` says nothing to the model, `output_config.effort` does.
+    A user's message becomes its tool results first, then what else it says; a system's message stays where it is. The
+    text of a result with `is_error` is kept as it is. Of the assistant's blocks, and of its messages side by side, all
+    thinking is one reasoning, in front of its words, in front of its calls: the format has one place for each.
+    A last message of the assistant that has words and no calls is the answer's beginning, to be gone on with, as
+    Anthropic has it; with thinking on too, which Anthropic refuses: the thinking is then what the message has of it,
+    be it none, and nothing more is thought before the answer goes on.
+    `budget_tokens` says nothing to the model, `output_config.effort` does, as `FOREIGN_EFFORTS` translates it.
     """
     request = Fields(body, harmless=HARMLESS)
+    request.refuse("output_format", "output_config.format")
     said: list[tuple[str, Message]] = []
     rules = system(read_content(request, "system", {"text": read_text}))
     if rules.content:
         said.append(("system", rules))
     for fields in request.some("messages"):
         said += _read_messages(fields)
+    said = folded(said)
     path, last = said[-1]
     if last.role == "assistant" and last.content and not last.tool_calls:
         said[-1] = path, replace(last, partial=True)
@@ -91,12 +99,16 @@ def signature_of(reasoning: str) -> str:
 
 def _read_messages(fields: Fields) -> list[tuple[str, Message]]:
     fields.need("role", str)
-    role = fields.choice("role", ("user", "assistant"))
+    role = fields.choice("role", tuple(_OF_ROLE))
     fields.need("content", str, list)
     with path_of_errors(fields.path):
-        said = _read_user(fields) if role == "user" else [(fields.path, _read_assistant(fields))]
+        said = _OF_ROLE[role](fields)
     fields.close()
     return said
+
+
+def _read_system(fields: Fields) -> list[tuple[str, Message]]:
+    return [(fields.path, system(read_content(fields, "content", {"text": read_text})))]
 
 
 def _read_user(fields: Fields) -> list[tuple[str, Message]]:
@@ -106,14 +118,15 @@ def _read_user(fields: Fields) -> list[tuple[str, Message]]:
     return [*results, (fields.path, user(parts))] if parts or not results else results
 
 
-def _read_assistant(fields: Fields) -> Message:
+def _read_assistant(fields: Fields) -> list[tuple[str, Message]]:
     blocks = read_content(fields, "content", _OF_ASSISTANT)
-    return Message(
+    message = Message(
         role="assistant",
         content=tuple(block for block in blocks if isinstance(block, Text)),
         reasoning="".join(block for block in blocks if isinstance(block, str)),
         tool_calls=tuple(block for block in blocks if isinstance(block, ToolCall)),
     )
+    return [(fields.path, message)]
 
 
 def _read_image(block: Fields) -> Image:
@@ -163,6 +176,11 @@ def _input_of(call: ToolCall) -> dict[str, Any]:
     return dict(strict_json.copy_of(call.arguments, "input"))
 
 
+_OF_ROLE: Mapping[str, Callable[[Fields], list[tuple[str, Message]]]] = {
+    "user": _read_user,
+    "assistant": _read_assistant,
+    "system": _read_system,
+}
 _PARTS: Mapping[str, Callable[[Fields], Part]] = {"text": read_text, "image": _read_image}
 _OF_USER: Mapping[str, Callable[[Fields], Part | tuple[str, Message]]] = {**_PARTS, "tool_result": _read_result}
 _OF_ASSISTANT: Mapping[str, Callable[[Fields], Text | str | ToolCall]] = {
@@ -185,7 +203,7 @@ def _read_options(request: Fields) -> Options:
     thinking.get("budget_tokens", int)
     thinking.close("display")  # what is returned of it
     output = request.object("output_config")
-    effort = output.choice("effort", EFFORTS)
+    effort = read_foreign_effort(output)
     response_format = _read_format(output.object("format"))
     output.close()
     return Options(

@@ -3,6 +3,7 @@
 Of a request, these fields are chat's: messages, tools, tool_choice, parallel_tool_calls, response_format,
 reasoning_effort, thinking; and of the released encoder thinking as a boolean, thinking_effort, image_prompts. All
 others at the top are ignored: sampling and serving are the server's, add_generation_prompt is for who calls `render`.
+But functions and function_call, which are now tools and tool_choice, are an error: they would say something to the model.
 Inside messages, parts, tools, calls and options an unknown field is an error, unless it is null or one of `HARMLESS`.
 """
 
@@ -41,19 +42,26 @@ from trivium.chat.message import (
     ToolCall,
 )
 
-HARMLESS = frozenset({"annotations", "cache_control", "detail", "index"})
+HARMLESS = frozenset(
+    {"annotations", "cache_control", "detail", "extras", "index", "provider_specific_fields", "reasoning_details"}
+)
+DECLARED_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,255}")
 NEEDLE = "<|kimi_image_placeholder|>"
 
 
 def read_request(body: dict[str, Any]) -> Conversation:
     """Messages and options of a request. Raises ValueError that begins with the path of the field.
 
+    A tool at the top may have any name, since Unicode is rendered and parsed without loss; one that a message declares
+    has a name of `DECLARED_NAME`, as Moonshot's own API wants it. `thinking.budget_tokens` says nothing to the model.
     `developer` is the system. `reasoning_content` comes before `reasoning`, a tool's `tool` before its `name`, and
     `thinking.effort` before `reasoning_effort` and `thinking_effort`. An image_url may say width and height, and
     `image_prompts` say those of all pictures in order: then the needle in a text is a picture too, but for the
     assistant's. A size is the client's word until somebody has opened the picture.
     """
     request = Fields(body, harmless=HARMLESS)
+    request.refuse("functions", 'tools: [{"type": "function", "function": ...}]')
+    request.refuse("function_call", "tool_choice")
     said = [(fields.path, _read_message(fields)) for fields in request.some("messages")]
     prompts = request.get("image_prompts", list)
     if prompts is not None:
@@ -100,9 +108,19 @@ def _read_message(fields: Fields) -> Message:
 
 
 def _read_system(fields: Fields) -> Message:
-    tools = tuple(_read_function(tool) for tool in fields.each("tools"))
+    tools = tuple(_read_declared(tool) for tool in fields.each("tools"))
     content = _read_parts(fields, needed=not tools)
     return Message(role="system", content=content, name=fields.get("name", str) or "", tools=tools)
+
+
+def _read_declared(fields: Fields) -> Tool:
+    tool = _read_function(fields)
+    if not DECLARED_NAME.fullmatch(tool.name):
+        raise ValueError(
+            f"{fields.at('function.name')}: of a tool in a message wanted letters, digits, _ and -, the first one a "
+            f"letter or _, all of ASCII, got {shown(tool.name)}"
+        )
+    return tool
 
 
 def _read_user(fields: Fields) -> Message:
@@ -111,6 +129,8 @@ def _read_user(fields: Fields) -> Message:
 
 def _read_assistant(fields: Fields) -> Message:
     reasoning, alias = fields.get("reasoning_content", str), fields.get("reasoning", str)
+    if fields.get("refusal", str):
+        raise ValueError(f"{fields.at('refusal')}: wanted none: what the assistant said is content")
     return Message(
         role="assistant",
         content=tuple(read_content(fields, "content", {"text": read_text})),
@@ -125,7 +145,7 @@ def _read_tool_result(fields: Fields) -> Message:
     tool, name = fields.get("tool", str), fields.get("name", str)
     return Message(
         role="tool",
-        content=_read_parts(fields),
+        content=_read_parts(fields, needed=False),
         name=tool or name or "",
         tool_call_id=fields.get("tool_call_id", str),
     )
@@ -148,10 +168,13 @@ def _read_parts(fields: Fields, *, needed: bool = True) -> tuple[Part, ...]:
 
 
 def _read_image(part: Fields) -> Image:
+    """Of an object that has the url, or of the url alone."""
+    if isinstance(url := part.get("image_url", str, dict), str):
+        return Image(source=url)
     fields = part.object("image_url")
     with path_of_errors(fields.path):
         image = Image(source=fields.need("url", str), width=fields.get("width", int), height=fields.get("height", int))
-    fields.close()
+    fields.close("id")
     return image
 
 
@@ -248,8 +271,9 @@ def _read_thinking(request: Fields) -> tuple[bool, Effort | None]:
     thinking = request.get("thinking", bool, dict)
     if not isinstance(thinking, bool):
         fields = request.object("thinking")
-        thinking = fields.choice("type", ("enabled", "disabled")) != "disabled"
+        thinking = fields.choice("type", ("enabled", "disabled", "adaptive")) != "disabled"
         fields.choice("keep", ("all",))
+        fields.get("budget_tokens", int)
         efforts.insert(0, fields.choice("effort", EFFORTS))
         fields.close()
     return thinking, next((effort for effort in efforts if effort is not None), None)

@@ -246,6 +246,7 @@ class CallArguments:
         type_ = declared if declared is not None else self._type_of_schema(key)
         if declared is None or type_ not in ("string", *_SCALARS, *_FIRST):
             out.append(Flaw("type", marker))
+        type_ = "number" if type_ == "integer" else type_  # a schema's word, and the model has seen the schema
         if type_ in _SCALARS:
             return Value("argument", key, type_, marker, "scalar")
         if type_ in _FIRST:
@@ -257,8 +258,10 @@ class CallArguments:
         schema = self._tool.parameters if self._tool is not None else None
         properties = schema.get("properties") if schema is not None else None
         described = properties.get(key) if isinstance(properties, dict) else None
-        type_ = described.get("type") if isinstance(described, dict) else None
-        return "number" if type_ == "integer" else type_ if isinstance(type_, str) else "string"
+        types = described.get("type") if isinstance(described, dict) else None
+        if isinstance(types, list) and len(others := [kind for kind in types if kind != "null"]) == 1:
+            (types,) = others
+        return types if isinstance(types, str) else "string"
 
     def push(self, text: str, out: list[Event]) -> None:
         """Text of the element that is open."""
@@ -330,7 +333,7 @@ def _too_long(key: str) -> str:
 def _is_json(text: str, type_: str, *, inside: bool = False) -> bool:
     """Whether the text is strict JSON of that type, and still is as a value `inside` the object of the arguments."""
     try:
-        value = strict_json.loads(text)
+        value = strict_json.loads(text, once=True)
         if inside:
             strict_json.copy_of([value], "json")  # one deeper
     except ValueError:

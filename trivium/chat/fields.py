@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any, TypeVar, get_args
 
 from trivium.chat.message import (
@@ -26,6 +27,16 @@ from trivium.chat.message import (
 T = TypeVar("T")
 
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
+# How long to think, in dialects that have more words for it than the three the model was trained with.
+FOREIGN_EFFORTS: Mapping[str, Effort] = {
+    "none": "low",  # it is an effort like any other: whether to think is not asked there
+    "minimal": "low",
+    "low": "low",
+    "medium": "high",
+    "high": "high",
+    "xhigh": "max",
+    "max": "max",
+}
 
 
 class Fields:
@@ -92,6 +103,11 @@ class Fields:
         if not self.need(name, list):
             raise ValueError(f"{self.at(name)}: wanted at least one, got none")
         return self.each(name)
+
+    def refuse(self, name: str, instead: str) -> None:
+        """Raise ValueError for a field that the dialect had once, and say where its meaning stands now."""
+        if name in self:
+            raise ValueError(f"{self.at(name)}: no longer read, wanted {instead}")
 
     def close(self, *harmless: str) -> None:
         """Raise ValueError for a field that nobody asked for."""
@@ -175,6 +191,12 @@ def read_choice(request: Fields) -> tuple[Choice, str | None]:
     return "required", name
 
 
+def read_foreign_effort(fields: Fields) -> Effort | None:
+    """`effort` in another dialect's words, as `FOREIGN_EFFORTS` translates them."""
+    effort = fields.choice("effort", tuple(FOREIGN_EFFORTS))
+    return None if effort is None else FOREIGN_EFFORTS[effort]
+
+
 def read_schema(fields: Fields, schema: str = "schema") -> ResponseFormat:
     """The format of the JSON schema under that name. Its description is left out: the model is not shown it."""
     with path_of_errors(fields.path):
@@ -188,12 +210,36 @@ def read_schema(fields: Fields, schema: str = "schema") -> ResponseFormat:
     return response_format
 
 
-def conversation(said: Sequence[tuple[str, Message]], options: Options) -> Conversation:
-    """The conversation of messages with their paths: an error that names a message names it by its path."""
+def folded(said: Sequence[tuple[str, Message]]) -> list[tuple[str, Message]]:
+    """Messages with their paths, those of the assistant side by side as one: all reasoning, all words, all calls.
+
+    It is for dialects in which the assistant has no name.
+    """
+    whole: list[tuple[str, Message]] = []
+    for is_assistant, run in groupby(said, key=lambda entry: entry[1].role == "assistant"):
+        entries = list(run)
+        whole += [(entries[0][0], _as_one([message for _, message in entries]))] if is_assistant else entries
+    return whole
+
+
+def _as_one(messages: Sequence[Message]) -> Message:
+    return Message(
+        role="assistant",
+        content=tuple(part for message in messages for part in message.content),
+        reasoning="".join(message.reasoning for message in messages),
+        tool_calls=tuple(call for message in messages for call in message.tool_calls),
+    )
+
+
+def conversation(said: Sequence[tuple[str, Message]], options: Options, tools: Sequence[str] = ()) -> Conversation:
+    """The conversation of messages with their paths, by which errors name them; so they do the options' tools, where
+    `tools` has their paths."""
     try:
         return Conversation(messages=tuple(message for _, message in said), options=options)
     except ValueError as error:
-        text = re.sub(r"^messages\[(\d+)\]", lambda found: said[int(found[1])][0], str(error))
+        paths = {f"messages[{index}]": path for index, (path, _) in enumerate(said)}
+        paths |= {f"tools[{index}]": path for index, path in enumerate(tools)}
+        text = re.sub(r"^\w+\[\d+\]", lambda found: paths.get(found[0], found[0]), str(error))
         raise ValueError(text) from error
 
 

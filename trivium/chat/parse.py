@@ -117,6 +117,8 @@ class Parser:
         self._call: CallArguments | None = None
         self._lost: list[str] = []  # text for one flaw, until the next control id
         self._lost_kind: FlawKind = "text"
+        self._blank = ""  # whitespace behind think, held until it is known what follows
+        self._loose = False  # words were said outside of any channel
         self._num_calls = 0
         self._any_executable = False
         self._num_ids = 0
@@ -164,7 +166,11 @@ class Parser:
         place, call = self._place, self._call
         if place == "think":
             out.append(ReasoningText(text))
+        elif place == "between" and not self._responded and not (self._blank + text).strip() and not self._loose:
+            self._blank += text  # it is an answer's beginning only if words follow
         elif place == "response" or (place == "between" and not self._responded):
+            if place == "between":
+                text, self._blank, self._loose = self._blank + text, "", True
             shown, stopped = self._stops.push(text)
             if shown:
                 out.append(ResponseText(shown))
@@ -190,6 +196,9 @@ class Parser:
         self._lost.append(text)
 
     def _release(self, out: list[Event]) -> None:
+        if self._blank:
+            self._lose("text", self._blank)
+            self._blank = ""
         text = "".join(self._lost)
         self._lost.clear()
         if text:
@@ -229,10 +238,15 @@ class Parser:
             self._lose("header", self._decoder.push(token_id))
             return
         header.ids.append(token_id)
-        header.num_bytes += len(self._bytes_of(token_id))
-        if header.num_bytes > MAX_HEADER_BYTES:
-            self._break_header(header)
-            self._release(out)
+        header.content += self._bytes_of(token_id)
+        text = header.content.decode("utf-8", errors="ignore")
+        if _begins_header(text, header.opens) and len(header.content) <= MAX_HEADER_BYTES:
+            return
+        self._break_header(header)
+        if not text.startswith(_TAGS):
+            self._cut_header(out)  # a stray mark hides no more than a word
+        elif len(header.content) > MAX_HEADER_BYTES:
+            self._release(out)  # at once; what is left of the header is lost too, and no content
 
     def _break_header(self, header: _Header) -> None:
         if not header.broken:
@@ -351,6 +365,8 @@ class Parser:
 
 # --- Headers --------------------------------------------------------------------------------------------------------
 
+_TAGS = ("message", "think", "response", "tools", "call", "argument", "json")
+_BEGUN = re.compile(r'[^\s"=]{0,64}(?<!^)(?: [^\s"=]+="[^"]*")*(?: (?:[^\s"=]+(?:=(?:"[^"]*)?)?)?)?')
 _HEADER = re.compile(r'([^\s"=]+)((?: [^\s"=]+="[^"]*")*)')
 _ATTRIBUTE = re.compile(r' ([^\s"=]+)="([^"]*)"')
 
@@ -360,8 +376,13 @@ class _Header:
     opens: bool
     mark: str
     ids: list[int] = field(default_factory=list)
-    num_bytes: int = 0
+    content: bytearray = field(default_factory=bytearray)
     broken: bool = False  # it is a flaw up to its end, and its text is in the flaw already
+
+
+def _begins_header(text: str, opens: bool) -> bool:
+    """Whether a header may begin so. One that closes has a tag alone."""
+    return not text or (_BEGUN.fullmatch(text) is not None and (opens or " " not in text))
 
 
 def header_of(text: str) -> tuple[str, dict[str, str]] | None:

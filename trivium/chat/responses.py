@@ -2,22 +2,26 @@
 
 Of a request, these fields are chat's: instructions, input, tools, tool_choice, parallel_tool_calls, text.format,
 reasoning.effort. All others at the top are ignored: sampling, serving and what is stored (previous_response_id) are the
-server's. Inside items, parts, tools and options an unknown field is an error, unless it is null or one of `HARMLESS`.
+server's. Tools that are no function (`LEFT_OUT`) are left out whole: the model is not shown them and cannot call them,
+and to choose one is an error. Inside items, parts, functions and options an unknown field is an error, unless it is
+null or one of `HARMLESS`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from trivium.chat.completions import arguments_text
 from trivium.chat.fields import (
-    EFFORTS,
     Fields,
     conversation,
+    folded,
     read_call,
     read_choice,
     read_content,
+    read_foreign_effort,
     read_kind,
     read_schema,
     read_text,
@@ -39,14 +43,18 @@ from trivium.chat.message import (
     user,
 )
 
-HARMLESS = frozenset({"annotations", "detail", "id", "logprobs", "phase", "status"})
+HARMLESS = frozenset({"annotations", "detail", "id", "logprobs", "parsed_arguments", "phase", "status"})
+LEFT_OUT = re.compile(
+    r"web_search\w*|computer\w*|file_search|code_interpreter|image_generation|mcp|local_shell|custom|namespace"
+)
 
 
 def read_request(body: dict[str, Any]) -> Conversation:
     """Messages and options of a request. Raises ValueError that begins with the path of the field.
 
-    Reasoning, words and calls of the assistant that stand side by side are one message, and its words come before its
-    calls: the format has one place for each. Reasoning behind words or calls begins the next message.
+    Reasoning, words and calls of the assistant that stand side by side, in whatever order, are one message: the format
+    has one place for each. An output whose call is not in the assistant's last message is put behind the one that has it.
+    Efforts are translated by `FOREIGN_EFFORTS`.
     """
     request = Fields(body, harmless=HARMLESS)
     said: list[tuple[str, Message]] = []
@@ -57,8 +65,8 @@ def read_request(body: dict[str, Any]) -> Conversation:
     if isinstance(given, str):
         said.append(("input", user(given)))
     else:
-        said += _folded([(item.path, read_kind(item, _OF_TYPE, "message")) for item in request.some("input")])
-    return conversation(said, _read_options(request))
+        said += _with_late_outputs(folded([(item.path, _read_item(item)) for item in request.some("input")]))
+    return conversation(said, _read_options(request), [tool.path for tool in _functions(request)])
 
 
 def write_items(message: Message) -> list[dict[str, Any]]:
@@ -84,21 +92,33 @@ def write_items(message: Message) -> list[dict[str, Any]]:
 # --- Items ------------------------------------------------------------------------------------------------------------
 
 
+def _read_item(item: Fields) -> Message:
+    kind = item.get("type", str) or ""
+    if kind in _REFUSED:
+        raise ValueError(f"{item.at('type')}: {kind} {_REFUSED[kind]}")
+    return read_kind(item, _OF_TYPE, "message")
+
+
 def _read_message(item: Fields) -> Message:
     item.need("role", str)
     role = item.choice("role", ("system", "developer", "user", "assistant"))
     item.need("content", str, list)
     if role == "assistant":
-        return Message(role="assistant", content=tuple(read_content(item, "content", _WORDS)))
+        return Message(role="assistant", content=tuple(read_content(item, "content", _OF_ASSISTANT)))
     content = tuple(read_content(item, "content", _PARTS))
     return Message(role="user" if role == "user" else "system", content=content)
 
 
 def _read_reasoning(item: Fields) -> Message:
-    """The reasoning itself, where it is not there its summary."""
-    reasoning = read_content(item, "content", {"reasoning_text": read_text})
+    """The reasoning itself, where it is not there its summary. What is encrypted beside them says nothing more."""
+    reasoning = read_content(item, "content", {"reasoning_text": read_text, "text": read_text})
     summary = read_content(item, "summary", {"summary_text": read_text})
-    return assistant(reasoning="".join(part.text for part in reasoning or summary))
+    text = "".join(part.text for part in reasoning or summary)
+    if item.get("encrypted_content", str) and not text.strip():
+        raise ValueError(
+            f"{item.at('encrypted_content')}: cannot be read, only who wrote it has its text: wanted content or summary"
+        )
+    return assistant(reasoning=text)
 
 
 def _read_call(item: Fields) -> Message:
@@ -108,6 +128,10 @@ def _read_call(item: Fields) -> Message:
 def _read_output(item: Fields) -> Message:
     item.need("output", str, list)
     return tool_result(read_content(item, "output", _PARTS), call_id=item.need("call_id", str))
+
+
+def _read_refusal(part: Fields) -> Text:
+    return Text(part.need("refusal", str))
 
 
 def _read_image(part: Fields) -> Image:
@@ -120,36 +144,34 @@ _OF_TYPE: Mapping[str, Callable[[Fields], Message]] = {
     "function_call": _read_call,
     "function_call_output": _read_output,
 }
+_REFUSED: Mapping[str, str] = {
+    "item_reference": "names what a server has stored: wanted the item itself",
+    "custom_tool_call": "calls a tool that is no function: wanted function_call",
+    "custom_tool_call_output": "is of a tool that is no function: wanted function_call_output",
+    "local_shell_call": "calls a tool that is no function: wanted function_call",
+    "local_shell_call_output": "is of a tool that is no function: wanted function_call_output",
+}
 _WORDS: Mapping[str, Callable[[Fields], Text]] = {"input_text": read_text, "output_text": read_text}
+_OF_ASSISTANT: Mapping[str, Callable[[Fields], Text]] = {**_WORDS, "refusal": _read_refusal}
 _PARTS: Mapping[str, Callable[[Fields], Part]] = {**_WORDS, "input_image": _read_image}
 
 
-def _folded(said: list[tuple[str, Message]]) -> list[tuple[str, Message]]:
-    """Messages with their paths, those of the assistant side by side as one."""
-    runs: list[list[tuple[str, Message]]] = []
+def _with_late_outputs(said: list[tuple[str, Message]]) -> list[tuple[str, Message]]:
+    """Messages with their paths, an output that comes behind a later message of the assistant right behind its call's.
+
+    A turn is a message of the assistant and what follows it. Only the first output of a call is moved: a second one is
+    an error, and stands where the client put it.
+    """
+    placed: list[tuple[tuple[int, bool], tuple[str, Message]]] = []
+    turn = 0
+    turn_of: dict[str, int] = {}  # by the id of a call that has no output yet
     for path, message in said:
-        if runs and _goes_on(runs[-1][-1][1], message):
-            runs[-1].append((path, message))
-        else:
-            runs.append([(path, message)])
-    return [(run[0][0], _as_one([message for _, message in run])) for run in runs]
-
-
-def _goes_on(last: Message, message: Message) -> bool:
-    if not last.role == message.role == "assistant":
-        return False
-    return not (message.reasoning and (last.content or last.tool_calls))
-
-
-def _as_one(messages: list[Message]) -> Message:
-    if len(messages) == 1:
-        return messages[0]
-    return Message(
-        role="assistant",
-        content=tuple(part for message in messages for part in message.content),
-        reasoning="".join(message.reasoning for message in messages),
-        tool_calls=tuple(call for message in messages for call in message.tool_calls),
-    )
+        turn += message.role == "assistant"
+        turn_of |= {call.id: turn for call in message.tool_calls}
+        own = turn_of.pop(message.tool_call_id or "", turn)
+        in_place = own == turn and message.role != "assistant"
+        placed.append(((own, in_place), (path, message)))
+    return [entry for _, entry in sorted(placed, key=lambda place: place[0])]
 
 
 # --- Options ----------------------------------------------------------------------------------------------------------
@@ -158,10 +180,10 @@ def _as_one(messages: list[Message]) -> Message:
 def _read_options(request: Fields) -> Options:
     tool_choice, forced_tool = read_choice(request)
     reasoning = request.object("reasoning")
-    effort = reasoning.choice("effort", EFFORTS)
+    effort = read_foreign_effort(reasoning)
     reasoning.close("summary", "generate_summary")  # what is returned of it
     return Options(
-        tools=tuple(_read_function(tool) for tool in request.each("tools")),
+        tools=tuple(_read_function(tool) for tool in _functions(request)),
         effort=effort,
         tool_choice=tool_choice,
         forced_tool=forced_tool,
@@ -170,8 +192,11 @@ def _read_options(request: Fields) -> Options:
     )
 
 
+def _functions(request: Fields) -> list[Fields]:
+    return [tool for tool in request.each("tools") if not LEFT_OUT.fullmatch(tool.need("type", str))]
+
+
 def _read_function(fields: Fields) -> Tool:
-    fields.need("type", str)
     fields.choice("type", ("function",))
     return read_tool(fields)
 

@@ -12,14 +12,15 @@ from typing import Any
 MAX_DEPTH = 100
 
 
-def loads(text: str) -> Any:
-    """The value of a JSON text.
+def loads(text: str, *, once: bool = False) -> Any:
+    """The value of a JSON text; of a key that stands twice in an object the last value.
 
     Raises ValueError where it is none, and for what could not be written again: numbers beyond float64 or of more than
-    4,300 digits, lone surrogates, lists and objects more than 100 deep.
+    4,000 digits, lone surrogates, lists and objects more than 100 deep. `once`: for a key that stands twice, too, since
+    somebody else may take the first value.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once if once else None)
     except RecursionError as error:
         raise ValueError("json: too deep") from error
     return copy_of(value, "json")
@@ -78,6 +79,13 @@ def _check_text(text: str, what: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"{what}: a text with the lone surrogate U+{ord(text[error.start]):04X}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("json: a key stands twice in an object")
+    return value
 
 
 def _no_constant(name: str) -> Any:
