@@ -24,7 +24,7 @@ from trivium.chat.message import (
     user,
 )
 from trivium.chat.render import Renderer, render
-from trivium.chat.schema import validate_arguments
+from trivium.chat.schema import problems, validate_arguments
 from trivium.chat.tokenizer import train_tokenizer
 from trivium.model.mask import Grammars
 
@@ -469,13 +469,121 @@ def test_where_no_arguments_fit_the_tool_is_refused():
 
 
 def test_schemas_that_would_take_for_ever_are_refused_or_read_in_time(monkeypatch):
-    monkeypatch.setattr("trivium.chat.grammar.MATCH_TIMEOUT_S", 0.05)
-    with pytest.raises(ValueError, match="tool 'f': parameters: a pattern that takes too long to be read"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match="tool 'f': parameters: a pattern that takes too long to be read"),
+    ):
+        patch.setattr("trivium.chat.grammar.MAX_GRAMMAR_S", 0.2)
         takes_arguments(object_of(a={"enum": ["a" * 60 + "!"], "pattern": "^(a|aa)+$"}), {"a": "a"})
     assert takes_arguments(object_of(a={"type": "string", "pattern": "^(a|aa)+$"}), {"a": "a" * 60})
     assert takes_arguments(object_of(a={"type": "string", "maxLength": 10**12}), {"a": "a"})  # as without a bound
     assert not takes_arguments(object_of(a={"type": "array", "minItems": 10**12}), {"a": [1]})
     assert takes_arguments(object_of(a={"enum": list(map(str, range(5000)))}), {"a": "4999"})
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        # 2^40 ways to read each of 400 values: a second for each was minutes for all.
+        ({"enum": [f"{'a' * 60}{at}!" for at in range(400)], "pattern": "^(a|aa)+$"}, "takes too long"),
+        (
+            {"enum": [f"b{at}" for at in range(300)], "allOf": [{"pattern": f"b|{at}"} for at in range(900)]},
+            "too many",
+        ),
+        ({"allOf": [{"anyOf": [{"minLength": 1}] * 30}] * 2 + [{"minLength": 1}] * 500}, "too many steps"),
+        ({"pattern": "(?:" * 200 + "a" + ")" * 200}, "too deep"),
+    ],
+)
+def test_what_would_take_minutes_is_too_much(argument, said, monkeypatch):
+    monkeypatch.setattr("trivium.chat.grammar.MAX_GRAMMAR_S", 0.5 if said == "takes too long" else 60.0)
+    monkeypatch.setattr("trivium.chat.grammar.MAX_STEPS", 100_000)
+    with pytest.raises(ValueError, match=f"tool 'f': parameters: .*{said}"):
+        answer_grammar(conversation(Tool(name="f", parameters=object_of(a=argument))))
+
+
+def test_the_steps_are_those_of_all_tools_together(monkeypatch):
+    tools = [Tool(name=f"f{at}", parameters=object_of(**{f"a{at}": {"type": "string"}})) for at in range(20)]
+    monkeypatch.setattr("trivium.chat.grammar.MAX_STEPS", 600)
+    answer_grammar(conversation(*tools[:5]))
+    with pytest.raises(ValueError, match="too many steps"):
+        answer_grammar(conversation(*tools))
+
+
+def test_patterns_too_deep_to_be_followed_are_refused():
+    deep = {"type": "string", "pattern": "(?:" * 200 + "a" + ")" * 200}
+    with pytest.raises(ValueError, match="too deep"):
+        unenforced(deep)
+    with pytest.raises(ValueError, match="too deep"):
+        answer_grammar(conversation(response_format=ResponseFormat(kind="json_schema", schema=deep)))
+
+
+def nested(depth):
+    return json.loads("[" * depth + "]" * depth)
+
+
+def test_json_of_which_nothing_is_said_is_what_the_parser_reads():
+    """The parser refuses 1e999, integers of 5,000 digits, halves of a character, and what is more than 100 deep."""
+    free = object_of(a=True)
+    assert takes_arguments(free, {"a": nested(99)})
+    assert takes_arguments(free, {"a": {"\x7f": [-1.5e-7, 10**60, True, {}, "\x7f 😀", {"": None, "b": [[]]}]}})
+    chat = conversation(response_format=ResponseFormat(kind="json_object"))
+    for value, wanted in (
+        ("[1e99, -0.5, 12]", True),
+        ("[1e999]", False),
+        ("[1e-999]", False),
+        (f"[{'9' * 5000}]", False),
+        (r'["\u00e9\n\/", {"a" :1 , "b":[ ]}]', True),
+        (r'["\ud800"]', False),
+        (r'["\x41"]', False),
+        ("[01]", False),
+        ("[1,]", False),
+        ("[" * 98 + "]" * 98, True),
+        ("[" * 99 + "]" * 99, False),
+    ):
+        assert takes(chat, THINK + f'{{"a":{value}}}' + EMPTY + END) == wanted, value
+        call = f'{{O}}tools{{S}}{{O}}call tool="f" index="1"{{S}}{{O}}argument key="a" type="array"{{S}}{value}'
+        if ":1 ," not in value and len(value) != 198:
+            tail = "{C}argument{S}{C}call{S}{C}tools{S}"
+            assert takes(conversation(Tool(name="f", parameters=free)), THINK + EMPTY + call + tail + END) == wanted
+
+
+def test_numbers_have_an_end_where_a_bound_is_said():
+    for bound in ({"minimum": 3}, {"exclusiveMinimum": 2}, {"minimum": 3, "maximum": 1e300}):
+        for kind in ("integer", "number"):
+            schema = object_of(a={"type": kind, **bound}, b={"items": {"type": kind, **bound}})
+            assert takes_arguments(schema, {"a": 10**18, "b": [10**18]})
+            assert not takes_arguments(schema, {"a": 10**20, "b": [3]})
+            assert not takes_arguments(schema, {"a": 3, "b": [10**20]})
+    assert unenforced({"minimum": 10**19}) == ["#/minimum"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [({"exclusiveMaximum": 1}, f"0.{'9' * 30}"), ({"exclusiveMinimum": 0}, f"0.{'0' * 400}1")],
+)
+def test_no_literal_is_rounded_onto_an_exclusive_bound(bound, text):
+    schema = object_of(a={"type": "number", **bound})
+    assert problems(schema, {"a": float(text)}) != []
+    chat = conversation(Tool(name="f", parameters=schema), tool_choice="required", parallel_calls=False)
+    head = '{O}tools{S}{O}call tool="f" index="1"{S}{O}argument key="a" type="number"{S}'
+    tail = "{C}argument{S}{C}call{S}{C}tools{S}"
+    for literal, wanted in ((text, False), (text[:11], text[2] == "9"), ("0.000000001", True), ("0.5", True)):
+        assert takes(chat, THINK + EMPTY + head + literal + tail + END) == wanted, literal
+    assert unenforced(schema) == []
+    for many in (0.1234567891, 1e7, -(10**7)):
+        assert unenforced({"type": "number", "exclusiveMinimum": many}) == ["#/exclusiveMinimum"]
+    assert unenforced({"type": "integer", "exclusiveMinimum": 10**7}) == []
+
+
+@pytest.mark.parametrize("characters", [r"\w", r"\W", r"\s", r"\S", r"\d", r"\D", r"[\W\d]", r"[^\S\d]"])
+def test_sets_of_characters_are_those_of_python(characters):
+    """Marks and joiners are in Rust's word, U+001C in Python's space; within JSON llguidance's are ASCII."""
+    schema = object_of(a={"type": "string", "pattern": f"^{characters}$"}, b={"items": {"pattern": f"^{characters}$"}})
+    for char in "a_5 \t\u001c\u0085\u00a0\u0301\u200d\u203f²é漢٣½ⅷ😀":
+        found = re.fullmatch(characters, char) is not None
+        both = {"a": char, "b": [char]}
+        assert (validate_arguments(Tool(name="f", parameters=schema), both) == []) == found
+        assert takes_arguments(schema, both) == found, hex(ord(char))
 
 
 def test_what_no_grammar_holds_is_said():

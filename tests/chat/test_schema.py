@@ -1,5 +1,8 @@
 """The schemas of tools: what is refused when they are given, and what is said of arguments that do not fit."""
 
+import re
+import time
+
 import pytest
 
 from trivium.chat.message import ResponseFormat, Tool
@@ -138,6 +141,112 @@ def test_arguments_that_are_no_object_are_said_to_be_none():
 def test_few_and_short_lines_whatever_the_arguments():
     found = validate_arguments(TRIP, {"days": "x" * 10_000, "stops": ["y" * 10_000] * 10_000})
     assert len(found) == MAX_PROBLEMS and max(map(len, found)) < 400
+
+
+SLOW = "^(a|aa)+$"  # of 60 letters and a mark it tries 2^40 ways
+TWICE = {"type": "array", "items": {"$ref": "#/$defs/n"}}
+TOO_MUCH = {
+    "a pattern": ({"pattern": SLOW}, "a" * 60 + "!"),
+    "a pattern of names": ({"patternProperties": {SLOW: {}}}, {"a" * 60 + "!": 1}),
+    "what no pattern names": ({"patternProperties": {SLOW: {}}, "additionalProperties": False}, {"a" * 60 + "!": 1}),
+    "what is not evaluated": ({"patternProperties": {SLOW: {}}, "unevaluatedProperties": False}, {"a" * 60 + "!": 1}),
+    "doubles": ({"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [TWICE, TWICE | {"minItems": 1}]}}}, "deep"),
+    "many values": ({"items": {"type": "integer"}}, [1] * 300_000),
+    "no end": ({"items": {"$ref": "#/$defs/n"}, "$defs": {"n": TWICE}}, "deeper"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_would_take_for_ever_is_too_much(name, monkeypatch):
+    monkeypatch.setattr("trivium.chat.schema.MAX_CHECK_S", 0.3 if name.startswith(("a ", "what")) else 60.0)
+    schema, value = TOO_MUCH[name]
+    if isinstance(value, str) and value.startswith("deep"):
+        depth, value = (60 if value == "deep" else 3000), 1
+        for _ in range(depth):
+            value = [value]
+    begun_s = time.monotonic()
+    assert problems(schema, value) == ["too much to be checked"]
+    assert time.monotonic() - begun_s < 20  # of a machine that others use too
+
+
+def test_many_items_are_checked_in_linear_time():
+    """Each took n * n steps, of n = 50,000 minutes, and a kept message for each of 900 alternatives 900 MB."""
+    rows = [[at] for at in range(50_000)]
+    assert problems({"uniqueItems": True}, ["a", *rows]) == []
+    assert problems({"contains": {"type": "array"}, "unevaluatedItems": False}, rows) == []
+    (line,) = problems({"anyOf": [False] * 900}, "x" * 100_000)
+    assert len(line) < 400
+    with pytest.raises(ValueError, match="#/required/1: 1 is not of type 'string'"):
+        check_schema({"required": ["a", 1] * 25_000}, "x")
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {f"a{at}": {"type": "string"} for at in range(10_001)}}, "at most 20000 keywords, got 20003"),
+        ({"const": "a" * 1_000_000}, "at most 1000000 characters, got 1000012"),
+        ({"items": {"pattern": "(?:" * 40 + "a" + "{2})" * 40}}, "#/items: a pattern that must repeat too much"),
+        ({"pattern": "(" * 400 + "a" + ")" * 400}, "#: a pattern too deep to be read"),
+        ({"pattern": "(" * 3000 + "a" + ")" * 3000}, "#: too much to be checked"),
+    ],
+)
+def test_a_schema_has_a_size(schema, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_schema(schema, "x")
+
+
+@pytest.mark.parametrize(
+    ("step", "fit", "misfit"),
+    [
+        (0.01, [1.15, 19.99, 0.07, 10**4000, 3], [1.155]),
+        (0.1, [0.3, 1e300], [0.35]),
+        (7, [7.0, 7 * 10**3000], [1e308, 10**4000]),
+        (1e-300, [1e308], [1e-301]),
+    ],
+)
+def test_a_multiple_is_one_of_what_the_json_says(step, fit, misfit):
+    for value in fit:
+        assert problems({"multipleOf": step}, value) == []
+    for value in misfit:
+        assert len(problems({"multipleOf": step}, value)) == 1
+
+
+def test_items_are_unique_as_json_schema_has_it():
+    for unique in ([1, True, 0, False, "1", [1], [True], None, 1e308, 10**308], [{"a": 1}, {"a": True}]):
+        assert problems({"uniqueItems": True}, unique) == []
+    for twice in ([1, 1.0], [{"a": 1, "b": [2.0]}, {"b": [2], "a": 1}], [0, -0.0]):
+        assert len(problems({"uniqueItems": True}, twice)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+@pytest.mark.parametrize("pattern", ["^(?:ab){e}$", "^[[:alpha:]]+$", r"^\{e}$", "^[{:]{1,2}$", "^a{,2}$", "^a{}$"])
+def test_a_pattern_is_what_it_is_to_python(pattern):
+    """`regex`, which can be told when to stop, has more: {e} is any number of errors to it, [:alpha:] all letters."""
+    for text in ("", "a", "aa", "ab", "ab{e}", "b", ":]", "l]", "{e}", "{:", "a{}", "z"):
+        assert (problems({"pattern": pattern}, text) == []) == bool(re.search(pattern, text)), text
+
+
+def test_what_nothing_else_speaks_of():
+    schema = {
+        "$ref": "#/$defs/a",
+        "anyOf": [{"properties": {"b": {"type": "integer"}}, "required": ["b"]}, {"patternProperties": {"^c": {}}}],
+        "if": {"required": ["d"], "properties": {"d": {}}},
+        "then": {"dependentSchemas": {"d": {"properties": {"e": {}}}}},
+        "unevaluatedProperties": {"type": "null"},
+        "$defs": {"a": {"properties": {"a": {}}}},
+    }
+    assert problems(schema, {"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "z": None}) == []
+    assert problems(schema, {"b": "no", "e": 1}) == [
+        "Unevaluated properties are not allowed ('b' was unexpected)",
+        "Unevaluated properties are not allowed ('e' was unexpected)",
+    ]
+    row = {"allOf": [{"prefixItems": [True]}], "contains": {"type": "string"}, "unevaluatedItems": False}
+    assert problems(row, [1, "a"]) == []
+    assert problems(row, [1, "a", 2]) == ["Unevaluated items are not allowed (item 2 was unexpected)"]
+    assert problems({"properties": {"a": False}, "additionalProperties": False}, {"a": 1, "b": 2, "c": 3}) == [
+        "Additional properties are not allowed ('b', 'c' were unexpected)",
+        "a: False schema does not allow 1",
+    ]
 
 
 def test_a_format_is_a_remark():

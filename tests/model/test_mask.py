@@ -150,6 +150,24 @@ def test_responses_are_the_json_that_was_asked_for():
         assert bool(answer.calls) != bool(answer.text)
 
 
+@pytest.mark.parametrize("text", ["9", "[", '{"":'])
+def test_free_json_has_an_end_however_the_model_wants_to_go_on(text):
+    """As a model that repeats itself: 100 digits, 98 lists within the object; then something else must come."""
+    chat = conversation(tools=(), thinking=False, response_format=ResponseFormat(kind="json_object"))
+    constraint = GRAMMARS.compile(answer_grammar(chat))
+    for token_id in TOKENIZER.encode('{"a":'):
+        constraint.accept(token_id)
+    for count in range(100 if text == "9" else 98):
+        try:
+            for token_id in TOKENIZER.encode(text):
+                constraint.accept(token_id)
+        except ValueError as error:
+            raise AssertionError(f"ended behind {count}") from error
+    first, *_ = TOKENIZER.encode(text)
+    allowed_W = constraint.mask(torch.zeros(SIZE)).isfinite()
+    assert allowed_W.any() and not allowed_W[first]
+
+
 def test_only_one_control_id_ends_a_text_and_none_is_in_one():
     constraint = GRAMMARS.compile(answer_grammar(conversation()))
     logits_W = torch.zeros(SIZE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from itertools import product
 from re import _constants, _parser  # type: ignore[attr-defined]  # no other way to what Python takes a pattern for
 from typing import Any
@@ -16,13 +17,22 @@ from typing import Any
 from trivium.chat import strict_json
 from trivium.chat.message import MAX_NAME_CHARS, Conversation, ResponseFormat, Tool
 from trivium.chat.render import Channel, escaped, type_of
-from trivium.chat.schema import Schema, check_format, check_schema, check_tool, resolve, subschemas
+from trivium.chat.schema import CHARACTERS, Budget, Schema, check_format, check_schema, check_tool, resolve, subschemas
 
 MAX_CALLS = 128  # in one answer: each index is written out
 MAX_KEY_CHARS = 64  # of an argument that no schema names
 MAX_CASES = 1000  # that the alternatives of a schema come to
 MAX_COUNT = 1_000_000  # of characters or items: no answer has more, and larger numbers are none to llguidance
-MATCH_TIMEOUT_S = 1.0
+MAX_DEPTH = (
+    99  # of lists and objects in one another where nothing is said of them: with the arguments 100, as `parse` has
+)
+# What all schemas of one answer may take: cases, matches, and ten characters of the grammar are steps.
+MAX_STEPS, MAX_GRAMMAR_S = 2_000_000, 10.0
+# A number that a bound is said of has no exponent to llguidance, and 64 bits; without the other bound it had no end.
+MAX_BOUNDED = 9 * 10**18
+# Next to an exclusive bound a number has 9 decimals, or float64 would round 0.9...9 onto the 1 that it must not be: up
+# to 10^6 those of float64 are closer.
+MAX_DECIMALS, MAX_EXCLUSIVE = 9, 10**6
 
 KINDS = ("string", "number", "boolean", "null", "array", "object")
 
@@ -44,10 +54,11 @@ def answer_grammar(conversation: Conversation) -> str:
     names differ is not held. Within an argument all is allowed that its schema allows, in the order it has. A tool that
     says `strict: false` takes arguments of any name and value.
 
-    Raises ValueError for a schema that `check_schema` refuses, or that no arguments fit. What remains is found when the
-    grammar is compiled, as bounds that exclude each other. See `unenforced` for what is no part of it.
+    Raises ValueError for a schema that `check_schema` refuses, that no arguments fit, or that is too much: 2 million
+    steps, or 10 s, for them all. What remains is found when the grammar is compiled, as bounds that exclude each other.
+    See `unenforced` for what is no part of it.
     """
-    options, rules = conversation.options, _Rules()
+    options, rules = conversation.options, _Rules(Budget(MAX_STEPS, MAX_GRAMMAR_S))
     given = begun(conversation)
     tools = conversation.tools if options.tool_choice != "none" else ()
     if options.forced_tool is not None:
@@ -81,17 +92,19 @@ def unenforced(schema: dict[str, Any]) -> list[str]:
     """Where a schema says what no grammar holds, so that only a check of the whole value finds what it forbids.
 
     That is conditions and claims about a whole (not, if, oneOf where it is more than anyOf, uniqueItems, contains,
-    minProperties, propertyNames, ...), and patterns of more than groups, sets and repeats. Of formats those in FORMATS
-    are held; the others are remarks. Raises ValueError as `check_schema` does.
+    minProperties, propertyNames, ...), patterns of more than groups, sets and repeats, an exclusive bound beyond a
+    million or of more than 9 decimals, which a literal may be rounded onto, and a bound that leaves nothing of 64 bits.
+    Of formats those in FORMATS are held; the others are remarks. Raises ValueError as `check_schema` does.
     """
     check_schema(schema, "schema")
     lost: list[str] = []
-    _enforced(schema, "#", lost)
+    _held(schema, lost)
     return lost
 
 
 # --- Rules ----------------------------------------------------------------------------------------------------------
 
+SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 SELF = "\0"  # in no literal: JSON escapes it
 QUOTE = r'"\""'
 KEY = r'"argument key=\""'
@@ -102,17 +115,22 @@ _TERMINALS = (
     r"NUMBER: /-?(0|[1-9][0-9]{0,99})(\.[0-9]{1,99})?([eE][+-]?[0-9]{1,2})?/",  # below 1e200, so float64 has it
     'BOOLEAN: "true" | "false"',
     'NULL: "null"',
+    r'JSON_STRING: /"([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|u([0-9abcefABCEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})))*"/',
+    # Bounded, or a model could write whitespace for ever. A line's end and 15 levels of four spaces go in.
+    rf"SPACE: /{SPACE}/",
 )
 
 
 class _Rules:
     """Rules by what they say: what two tools have in common is written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self._names: dict[str, str] = {}
 
     def add(self, name: str, body: str) -> str:
         """The name of the rule with this body, in which SELF is that name."""
+        self.budget.spend(1 + len(body) // 10)
         return self._names.setdefault(body, f"{name}_{len(self._names)}")
 
     def text(self, start: str) -> str:
@@ -146,9 +164,33 @@ def _regex(pattern: str) -> str:
 
 def _response(rules: _Rules, response_format: ResponseFormat) -> str:
     check_format(response_format)
-    schema = _enforced(response_format.schema or {"type": "object"}, "#", [])
-    # Bounded, or a model could write whitespace for ever. A line's end and 15 levels of four spaces go in.
-    return _json(rules, schema, schema, {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"})
+    schema = _held(response_format.schema or {"type": "object"}, [])
+    if (kind := _free_kind(schema)) is not None:
+        return _free(rules, kind, 'SPACE? "," SPACE?', 'SPACE? ":" SPACE?', "SPACE?")
+    return _json(rules, schema, schema, {"whitespace_pattern": SPACE})
+
+
+def _free_kind(schema: dict[str, Any]) -> str | None:
+    """The kind, where a schema says nothing but that it is one of lists or objects."""
+    said = {key: value for key, value in schema.items() if key != "$defs"}
+    return next((kind for kind in ("array", "object") if said == {"type": kind}), None)
+
+
+def _free(rules: _Rules, kind: str, comma: str, colon: str, space: str) -> str:
+    """JSON of which only the kind is known, as `strict_json` reads it: numbers have an end, and so has the depth."""
+
+    def deep(begin: str, item: str, end: str) -> str:
+        within = f"%if lt(_, {MAX_DEPTH})"  # the parameter is the depth
+        return (
+            f'"{begin}" {space} "{end}" {within} | "{begin}" {space} {item} ({comma} {item})* {space} "{end}" {within}'
+        )
+
+    def kinds(value: str) -> dict[str, str]:
+        item = f"{value}::incr(_)"
+        return {"array": deep("[", item, "]"), "object": deep("{", f"JSON_STRING {colon} {item}", "}")}
+
+    value = rules.add("value", f"::_ : JSON_STRING | NUMBER | BOOLEAN | NULL | {_either(kinds(SELF).values())}")
+    return rules.add("json", f"::_ : {kinds(value)[kind]}") + "::0"
 
 
 def _json(rules: _Rules, schema: Schema, root: Schema, style: dict[str, object]) -> str:
@@ -183,10 +225,12 @@ def _arguments(rules: _Rules, tool: Tool) -> str:
     if tool.parameters is None:
         return _literal("")
     check_tool(tool)
-    root = {} if tool.strict is False else _enforced(tool.parameters, "#", [])
     try:
-        cases = [case for case in _cases(root, root) if "object" in _kinds(case)]
+        root = {} if tool.strict is False else _held(tool.parameters, [])
+        cases = [case for case in _cases(root, root, rules.budget) if "object" in _kinds(case)]
         shapes = [shape for case in cases if (shape := _shape(rules, case, root)) is not None]
+    except RecursionError:
+        raise ValueError(f"tool {tool.name!r}: parameters: too deep to be followed") from None
     except ValueError as error:
         raise ValueError(f"tool {tool.name!r}: parameters: {error}") from error
     if not shapes:
@@ -202,7 +246,7 @@ def _shape(rules: _Rules, case: Case, root: Schema) -> str | None:
     for name in names:
         if len(name) > MAX_NAME_CHARS:
             raise ValueError(f"#/properties: a name of more than {MAX_NAME_CHARS} characters: {name[:60]!r}...")
-        matching = [pattern for pattern in _patterns(case) if _matches(pattern, name)]
+        matching = [pattern for pattern in _patterns(case) if rules.budget.found(pattern, name)]
         element = _argument(rules, _literal(escaped(name)), _said(case, name, matching), root)
         if element is not None:
             elements.append(element)
@@ -271,9 +315,11 @@ _ABOUT = {
 
 def _argument(rules: _Rules, key: str, schemas: Sequence[Schema], root: Schema) -> str | None:
     """The element of an argument, None where no value fits."""
-    cases = _all_of([_cases(schema, root) for schema in schemas])
+    cases = _all_of([_cases(schema, root, rules.budget) for schema in schemas], rules.budget)
+    num_said = sum(1 + len(schema.get("enum", ())) for case in cases for schema in case)
     values = []
     for kind in KINDS:
+        rules.budget.spend(num_said)
         fitting = [case for case in cases if kind in _kinds(case)]
         value = _string(rules, fitting) if kind == "string" else _value(rules, kind, fitting, root)
         if value is not None:
@@ -295,6 +341,9 @@ def _value(rules: _Rules, kind: str, cases: Sequence[Case], root: Schema) -> str
     for plain in ("number", "integer", "boolean", "null"):
         if {"type": plain} in wanted and (plain != "integer" or len(wanted) == 1):
             return plain.upper()
+    for free in ("array", "object"):
+        if {"type": free} in wanted:
+            return _free(rules, free, '", "', '": "', "")
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return _json(rules, wanted[0] if len(wanted) == 1 else {"anyOf": wanted}, root, style)
 
@@ -321,7 +370,9 @@ def _string(rules: _Rules, cases: Sequence[Case]) -> str | None:
         if values is not None:
             long = [value for value in values if isinstance(value, str) and len(value) >= least]
             fits = [value for value in long if most is None or len(value) <= most]
-            terms += [_literal(value) for value in fits if all(_matches(pattern, value) for pattern in patterns)]
+            terms += [
+                _literal(value) for value in fits if all(rules.budget.found(pattern, value) for pattern in patterns)
+            ]
             continue
         parts = [_regex(pattern) for pattern in patterns]
         if least or most is not None:
@@ -335,7 +386,7 @@ def _string(rules: _Rules, cases: Sequence[Case]) -> str | None:
 # --- Schemas --------------------------------------------------------------------------------------------------------
 
 
-def _cases(schema: Schema, root: Schema) -> list[Case]:
+def _cases(schema: Schema, root: Schema, budget: Budget) -> list[Case]:
     """What a schema says at one place of the value, its alternatives multiplied out."""
     if isinstance(schema, bool):
         return [()] if schema else []
@@ -343,16 +394,17 @@ def _cases(schema: Schema, root: Schema) -> list[Case]:
     more: list[list[Schema]] = [[resolve(root, schema["$ref"])]] if "$ref" in schema else []
     more += [[held] for held in schema.get("allOf", ())]
     more += [schema[key] for key in ("anyOf", "oneOf") if key in schema]
-    of_more = [[case for held in some for case in _cases(held, root)] for some in more]
-    return _all_of([[(own,) if own else ()], *of_more])
+    of_more = [[case for held in some for case in _cases(held, root, budget)] for some in more]
+    return _all_of([[(own,) if own else ()], *of_more], budget)
 
 
-def _all_of(wanted: Iterable[Sequence[Case]]) -> list[Case]:
+def _all_of(wanted: Iterable[Sequence[Case]], budget: Budget) -> list[Case]:
     found: list[Case] = [()]
     for cases in wanted:
         if len(found) * len(cases) > MAX_CASES:
             raise ValueError(f"alternatives that come to more than {MAX_CASES} cases")
         found = [first + second for first, second in product(found, cases)]
+        budget.spend(1 + sum(map(len, found)))
     return found
 
 
@@ -380,7 +432,8 @@ def _values(case: Case) -> list[Any] | None:
 
 
 # Keywords that hold whatever stands beside them, and that llguidance knows.
-_SIMPLE = ("type", "enum", "const", "$ref", "required", *_ABOUT["number"])
+_SIMPLE = ("type", "enum", "const", "$ref", "required", "multipleOf")
+_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 _LOST = (
     *("not", "if", "then", "else", "oneOf", "dependentRequired", "dependentSchemas", "propertyNames"),
@@ -404,6 +457,13 @@ FORMATS = {
     "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
     "email": r"[a-zA-Z0-9._%+-]{1,64}@[a-zA-Z0-9-]{1,63}(?:\.[a-zA-Z0-9-]{1,63}){1,4}",
 }
+
+
+def _held(schema: dict[str, Any], lost: list[str]) -> dict[str, Any]:
+    try:
+        return dict(_enforced(schema, "#", lost))
+    except RecursionError:
+        raise ValueError("#: too deep to be followed") from None
 
 
 def _enforced(schema: Schema, pointer: str, lost: list[str]) -> Any:
@@ -432,8 +492,31 @@ def _enforced(schema: Schema, pointer: str, lost: list[str]) -> Any:
             held[key] = {w: _enforced(value[name], f"{at}/{name}", lost) for name, w in wholes.items() if w is not None}
         if key in _LOST or (key == "pattern" and key not in held):
             lost.append(at)
+    held |= _bounds(schema, pointer, lost)
     if schema.get("format") in FORMATS:  # as a pattern, so that JSON and raw text are read alike
         held["allOf"] = [*held.get("allOf", ()), {"pattern": f"^{FORMATS[schema['format']]}$"}]
+    return held
+
+
+def _bounds(schema: dict[str, Any], pointer: str, lost: list[str]) -> dict[str, Any]:
+    """Bounds on both sides where there is one, and few decimals where it is exclusive."""
+    said = {key: schema[key] for key in (*_LEAST, *_MOST) if key in schema}
+    held = {}
+    for key, bound in said.items():
+        sign = 1 if key in _MOST else -1
+        if sign * bound < -MAX_BOUNDED:
+            lost.append(f"{pointer}/{key}")
+        elif sign * bound < MAX_BOUNDED:  # or it is beyond what is written anyhow
+            held[key] = bound
+            if key.startswith("exclusive") and schema.get("type") != "integer":
+                if abs(bound) > MAX_EXCLUSIVE or 10**MAX_DECIMALS * Fraction(repr(bound)) % 1:
+                    lost.append(f"{pointer}/{key}")
+                elif "multipleOf" not in schema:
+                    held["multipleOf"] = 10.0**-MAX_DECIMALS
+    if said and not any(key in held for key in _LEAST):
+        held["minimum"] = -MAX_BOUNDED
+    if said and not any(key in held for key in _MOST):
+        held["maximum"] = MAX_BOUNDED
     return held
 
 
@@ -445,7 +528,7 @@ _SETS = {"DIGIT": r"\d", "NOT_DIGIT": r"\D", "SPACE": r"\s", "NOT_SPACE": r"\S",
 
 def _whole(pattern: str) -> str | None:
     """The pattern of all texts in which this one is found, as Python and Rust read it alike; None for what is not known
-    to be such: look-around, references, flags, anchors in the middle. Within JSON \\d, \\w and \\s are ASCII alone."""
+    to be such: look-around, references, flags, anchors in the middle."""
     tree = _parser.parse(pattern)
     if tree.state.flags != re.UNICODE:
         return None
@@ -453,16 +536,6 @@ def _whole(pattern: str) -> str | None:
         return f"^(?:{_sequence(list(tree), True, True)})$"
     except _UnknownError:
         return None
-
-
-def _matches(pattern: str, text: str) -> bool:
-    """Whether a text has a pattern that `_whole` gave. Some patterns take for ever where they do not match."""
-    import regex  # which can be told when to stop
-
-    try:
-        return regex.search(pattern, text, timeout=MATCH_TIMEOUT_S) is not None
-    except TimeoutError:
-        raise ValueError(f"a pattern that takes too long to be read: {pattern[:60]!r}") from None
 
 
 class _UnknownError(Exception):
@@ -512,7 +585,7 @@ def _member(kind: str, held: Any) -> str:
         return _char(held)
     if kind == "RANGE":
         return f"{_char(held[0])}-{_char(held[1])}"
-    return _SETS[str(held).removeprefix("CATEGORY_")]
+    return CHARACTERS[_SETS[str(held).removeprefix("CATEGORY_")]]
 
 
 def _char(code: int) -> str:
