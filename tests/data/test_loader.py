@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trivium.data.loader import Loader
 from trivium.data.pack import TokenStream, make_batch, pieces
-from trivium.data.shards import open_shards, write_shards
+from trivium.data.shards import Counted, open_shards, write_shards
 
 # 0 is an empty document, 1 is [BOS] alone: neither has a target.
 LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=6).filter(lambda lengths: max(lengths) > 1)
@@ -191,7 +191,7 @@ def test_shards_and_memory_give_the_same_batches(tmp_path):
         starts=np.cumsum([0, *map(len, documents)]),
         num_bytes_W=num_bytes_W,
     )
-    write_shards(tmp_path, documents, num_bytes_W=num_bytes_W, bos_id=0, text="", tokenizer="", shard_tokens=100)
+    write_shards(tmp_path, documents, num_bytes_W=num_bytes_W, first_id=0, text="", tokenizer="", shard_tokens=100)
     disk = open_shards(tmp_path)
     assert len(disk.parts) > 5
     assert steps_of(loader_of(disk, 16, 64, 2, workers=2), 12) == steps_of(loader_of(memory, 16, 64, 2), 12)
@@ -246,6 +246,157 @@ def test_a_stage_that_cannot_be_is_refused_and_changes_nothing(index, max_len, m
     with pytest.raises(ValueError, match=f"^{message}$"):
         loader.enter_stage(index, max_len)
     assert loader.state() == before
+
+
+# --- Whole documents
+
+
+@st.composite
+def whole_cases(draw):
+    """(lengths, max_len, micro_tokens) of which at least one document is not too long."""
+    lengths = draw(LENGTHS)
+    least = min(length - 1 for length in lengths if length > 1)
+    max_len = draw(st.integers(least, least + 12))
+    return lengths, max_len, max_len + draw(st.integers(0, 20))
+
+
+def documents_of(lengths, max_len):
+    """The inputs of the documents that a stage of that length has."""
+    return [
+        (start, end - 1) for start, end in pairwise(np.cumsum([0, *lengths]).tolist()) if 1 < end - start <= max_len + 1
+    ]
+
+
+def spans_of(batch):
+    """Where in a `numbered_stream` the sequences of a batch stand."""
+    ids = batch.ids_T.tolist()
+    return [(ids[start], ids[end - 1] + 1) for start, end in pairwise(batch.rows.starts)]
+
+
+@given(case=whole_cases(), num_micro=st.integers(1, 3))
+@example(case=([4, 4], 3, 3), num_micro=2)  # as long as a micro-batch, all of them
+@example(case=([2], 1, 21), num_micro=1)  # 21 epochs in one
+def test_a_whole_document_comes_once_an_epoch_and_is_never_cut(case, num_micro):
+    lengths, max_len, micro_tokens = case
+    want = documents_of(lengths, max_len)
+    loader = loader_of(lengths, max_len, micro_tokens, num_micro, whole=True)
+    batches = []
+    while sum(len(spans_of(batch)) for batch in batches) < 3 * len(want):
+        batches += next(loader)
+    seen = [span for batch in batches for span in spans_of(batch)]
+    for epoch in range(3):
+        assert sorted(seen[epoch * len(want) : (epoch + 1) * len(want)]) == want
+    for batch, behind in pairwise(batches):
+        assert torch.equal(batch.targets_T, batch.ids_T + 1)
+        first, end = spans_of(behind)[0]
+        assert 0 < batch.rows.num_tokens <= micro_tokens < batch.rows.num_tokens + end - first  # as many as fit
+
+
+def whole_after_whole(stream, max_len, num_tokens, seed):
+    """The law in plain Python: document after document in the order of the epoch, while there is room."""
+    documents = pieces(stream, max_len, whole=True).tolist()
+    epoch, spans, room = 0, [], num_tokens
+    while True:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        for idx in torch.randperm(len(documents), generator=generator).tolist():
+            first, end = documents[idx]
+            if end - first > room:
+                yield make_batch(stream, spans, "test")
+                spans, room = [], num_tokens
+            spans.append((first, end))
+            room -= end - first
+        epoch += 1
+
+
+@given(case=whole_cases(), seed=st.integers(0, 9))
+def test_the_arithmetic_gives_what_a_walk_document_by_document_gives(case, seed):
+    lengths, *shape = case
+    stream = numbered_stream(lengths)
+    want = [[content(batch)] for batch in islice(whole_after_whole(stream, *shape, seed), 6)]
+    assert steps_of(loader_of(stream, *shape, seed=seed, whole=True), 6) == want
+
+
+@settings(max_examples=40)
+@given(
+    case=whole_cases(),
+    num_ranks=st.sampled_from([1, 2, 4]),
+    workers=st.sampled_from([0, 1, 3]),
+    restarts=st.lists(st.integers(0, 3), max_size=3),
+    data=st.randoms(use_true_random=False),
+)
+def test_ranks_workers_and_restarts_change_nothing_about_whole_documents(case, num_ranks, workers, restarts, data):
+    lengths, *shape = case
+    stream = numbered_stream(lengths)
+    alone = loader_of(stream, *shape, 4, seed=3, whole=True)
+    state = alone.state()
+    for num_steps in [*restarts, 2]:
+        want = steps_of(alone, num_steps)
+        got = [[None] * 4 for _ in range(num_steps)]
+        for rank in range(num_ranks):
+            loader = loader_of(stream, *shape, 4, seed=3, whole=True, rank=rank, num_ranks=num_ranks, workers=workers)
+            loader.restore(state)
+            for step, micros in enumerate(steps_of(loader, num_steps)):
+                got[step][rank::num_ranks] = micros
+            assert loader.state() == alone.state()
+            loader.close()
+        assert got == want
+        state = json.loads(json.dumps(alone.state()))
+        num_ranks, workers = data.choice([1, 2, 4]), data.choice([0, 1, 3])
+
+
+def test_a_stage_has_the_documents_that_are_not_longer_by_hand():
+    lengths = [3, 9, 5, 2]  # 2, 8, 4 and 1 inputs, from 0, 3, 12 and 17
+    loader = loader_of(lengths, max_len=2, micro_tokens=8, whole=True)
+
+    def seen(num_steps):
+        return {span for micros in islice(loader, num_steps) for batch in micros for span in spans_of(batch)}
+
+    assert seen(3) == {(0, 2), (17, 18)}
+    assert loader.enter_stage(1, 4)
+    assert seen(3) == {(0, 2), (12, 16), (17, 18)}
+    assert loader.enter_stage(2, 8) and not loader.enter_stage(2, 8)
+    assert seen(3) == {(0, 2), (3, 11), (12, 16), (17, 18)}  # at most one step before the 8, and one behind them
+
+
+def test_in_one_piece_a_state_has_no_offset():
+    loader = loader_of([3, 9, 5], max_len=8, micro_tokens=8, whole=True)
+    next(loader)
+    before = loader.state()
+    assert before["offset"] == 0
+    with pytest.raises(ValueError, match="^loader: {.*} does not fit: no document is cut$"):
+        loader.restore({**before, "piece": 0, "offset": 1})
+    assert loader.state() == before
+
+
+def test_where_every_document_is_too_long_it_is_said():
+    message = "^data: not one token in a document of at most 3 tokens has another one behind it, nothing to train on$"
+    with pytest.raises(ValueError, match=message):
+        loader_of([9, 5, 1], max_len=3, whole=True)
+
+
+def test_shards_and_memory_give_the_same_weights(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [
+        Counted(np.array([0, *rng.integers(1, 300, size)]), rng.random(size + 1) < 0.3)
+        for size in rng.integers(1, 40, 50)
+    ]
+    num_bytes_W = torch.arange(300) % 7
+    memory = TokenStream(
+        ids_T=torch.from_numpy(np.concatenate([ids for ids, _ in documents])).int(),
+        starts=np.cumsum([0, *(len(ids) for ids, _ in documents)]),
+        num_bytes_W=num_bytes_W,
+        weight_T=torch.from_numpy(np.concatenate([flags for _, flags in documents])),
+    )
+    write_shards(tmp_path, documents, num_bytes_W=num_bytes_W, first_id=0, text="", tokenizer="", shard_tokens=100)
+    disk = open_shards(tmp_path)
+    assert len(disk.parts) > 5
+    for whole in (False, True):
+        one, other = (loader_of(stream, 48, 64, 2, workers=2, whole=whole) for stream in (disk, memory))
+        for _ in range(12):
+            for got, want in zip(next(one), next(other), strict=True):
+                assert content(got) == content(want) and torch.equal(got.weight_T, want.weight_T)
+                assert got.weight_T.unique().tolist() == [0, 1]
+                assert got.num_bytes == int(num_bytes_W[got.targets_T[got.weight_T == 1]].sum())
 
 
 # --- Workers

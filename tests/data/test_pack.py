@@ -114,3 +114,55 @@ def test_a_batch_is_checked_where_it_is_made(field, value, message):
     Batch(**fields)
     with pytest.raises(ValueError, match=f"^batch: {message}"):
         Batch(**{**fields, field: value})
+
+
+# --- What counts, and documents in one piece
+
+
+def weighted_stream(lengths, flags):
+    """Documents of so many tokens, whose ids stand for one byte more than they are: id 3 for 4."""
+    ids_T = torch.arange(sum(lengths), dtype=torch.int32)
+    return TokenStream(
+        ids_T=ids_T,
+        starts=np.cumsum([0, *lengths]),
+        num_bytes_W=torch.arange(sum(lengths) + 1) + 1,
+        weight_T=torch.tensor(flags, dtype=torch.bool),
+    )
+
+
+def test_a_batch_weighs_its_targets_as_the_stream_does_and_counts_their_bytes_by_hand():
+    stream = weighted_stream([5, 3], [1, 0, 1, 1, 0, 1, 0, 1])
+    assert stream.num_bytes == 1 + 3 + 4 + 6 + 8 and stream.num_targets == 6
+    assert stream.weights(1, 4).tolist() == [0.0, 1.0, 1.0] and stream.weights(1, 4).dtype == torch.float32
+    batch = make_batch(stream, [[0, 3], [5, 7]], "test")
+    assert batch.targets_T.tolist() == [1, 2, 3, 6, 7]
+    assert batch.weight_T.tolist() == [0, 1, 1, 0, 1]  # a weight is its target's, not its input's
+    assert batch.num_bytes == 3 + 4 + 8
+
+
+def test_without_weights_every_token_counts():
+    stream = stream_of("abcd", "x")
+    assert stream.weight_T is None and stream.weights(0, 7).tolist() == [1.0] * 7
+    assert make_batch(stream, [[0, 4]], "test").weight_T.tolist() == [1.0] * 4
+
+
+def test_there_is_a_weight_for_each_token():
+    with pytest.raises(ValueError, match=r"^stream: wanted 8 weights, got \(7,\)$"):
+        weighted_stream([5, 3], [1] * 7)
+    with pytest.raises(ValueError, match="^stream: tokens 7 to 9 of 8 are not there$"):
+        weighted_stream([5, 3], [1] * 8).weights(7, 9)
+
+
+def test_whole_documents_that_are_too_long_are_left_out_by_hand():
+    stream = weighted_stream([5, 3, 1, 0, 4], [1] * 13)  # 4, 2, 0, 0 and 3 inputs
+    assert pieces(stream, 4, whole=True).tolist() == [[0, 4], [5, 7], [9, 12]]
+    assert pieces(stream, 3, whole=True).tolist() == [[5, 7], [9, 12]]
+    assert pieces(stream, 2, whole=True).tolist() == [[5, 7]]
+    assert pieces(stream, 1, whole=True).shape == (0, 2)
+
+
+@given(lengths=st.lists(st.integers(0, 14), max_size=6), max_len=st.integers(1, 13))
+def test_a_whole_piece_is_a_document(lengths, max_len):
+    stream = weighted_stream(lengths, [1] * sum(lengths))
+    want = [[start, end - 1] for start, end in pairwise(stream.starts.tolist()) if 1 <= end - 1 - start <= max_len]
+    assert pieces(stream, max_len, whole=True).tolist() == want

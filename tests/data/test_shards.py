@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from trivium.data import shards
 from trivium.data.pack import pieces
-from trivium.data.shards import BYTES_PER_ID, MANIFEST, open_shards, read_manifest, write_shards
+from trivium.data.shards import (
+    BYTES_PER_ID,
+    MANIFEST,
+    Counted,
+    open_shards,
+    read_manifest,
+    reuse_shards,
+    write_shards,
+)
 
 BOS = 9
 NUM_BYTES_W = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0])
@@ -19,7 +27,7 @@ DOCUMENTS = [[BOS, 1, 2, 3], [BOS], [BOS, *[4] * 30], [BOS, 5], [BOS, 6, 7], [BO
 
 def written(folder, documents=DOCUMENTS, shard_tokens=5, num_bytes_W=NUM_BYTES_W, **more):
     arrays = (np.array(ids, dtype=np.int32) for ids in documents)
-    arguments = {"bos_id": BOS, "text": "text", "tokenizer": "tokenizer", **more}
+    arguments = {"first_id": BOS, "text": "text", "tokenizer": "tokenizer", **more}
     return write_shards(folder, arrays, num_bytes_W=num_bytes_W, shard_tokens=shard_tokens, **arguments)
 
 
@@ -38,7 +46,7 @@ def test_a_folder_by_hand(tmp_path):
     assert (tmp_path / "tokens-00000.bin").read_bytes() == bytes([9, 0, 1, 0, 2, 0, 3, 0, 9, 0])
     assert np.fromfile(tmp_path / "tokens-00002.starts", dtype="<i8").tolist() == [0, 2, 5]
     manifest = read_manifest(tmp_path)
-    assert (manifest.version, manifest.vocab_size, manifest.dtype, manifest.bos_id) == (1, 11, "uint16", BOS)
+    assert (manifest.version, manifest.vocab_size, manifest.dtype, manifest.first_id) == (2, 11, "uint16", BOS)
     assert (manifest.text, manifest.tokenizer) == ("text", "tokenizer")
     assert (manifest.num_tokens, manifest.num_documents) == (44, 7)
     assert [(shard.num_tokens, shard.num_documents) for shard in manifest.shards] == [(5, 2), (31, 1), (5, 2), (3, 2)]
@@ -100,7 +108,7 @@ def test_one_document_is_held_at_a_time(tmp_path):
             yield ids
             del ids
 
-    arguments = {"num_bytes_W": NUM_BYTES_W, "bos_id": BOS, "text": "", "tokenizer": "", "shard_tokens": 20}
+    arguments = {"num_bytes_W": NUM_BYTES_W, "first_id": BOS, "text": "", "tokenizer": "", "shard_tokens": 20}
     assert write_shards(tmp_path, documents(), **arguments).manifest.num_tokens == 150
     assert most <= 3  # this one, the one before it, and one on its way
 
@@ -108,8 +116,8 @@ def test_one_document_is_held_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        ([[BOS, 1], [1, 2]], r"document 1: wanted \[BOS\] \(9\) first, got \[1\]"),
-        ([[BOS, 1], []], r"document 1: wanted \[BOS\] \(9\) first, got \[\]"),
+        ([[BOS, 1], [1, 2]], r"document 1: wanted id 9 first, got \[1\]"),
+        ([[BOS, 1], []], r"document 1: wanted id 9 first, got \[\]"),
         ([[BOS, 11]], "document 0: wanted ids from 0 to 10, got 9 to 11"),
         ([[BOS, -1]], "document 0: wanted ids from 0 to 10, got -1 to 9"),
     ],
@@ -242,8 +250,8 @@ AT_ONCE = [
     (remove(MANIFEST), "manifest.json: cannot be read: No such file or directory; shards without a manifest are not"),
     (cut(MANIFEST, 9), "manifest.json: not JSON: "),
     (lambda folder: (folder / MANIFEST).write_text("[" * 100_000), "manifest.json: not JSON: "),
-    (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json: version: wanted 1, got None$"),
-    (change(version=2), "manifest.json: version: wanted 1, got 2$"),
+    (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json: version: wanted 2, got None$"),
+    (change(version=1), "manifest.json: version: wanted 2, got 1$"),
     (change(shards={}), "manifest.json: shards: wanted a list, got {}$"),
     (change(shards=[1]), "manifest.json: shard 0: wanted an object, got 1$"),
     (change(more=1), "manifest.json: wanted the fields version, .*, shards; got version, .*, more$"),
@@ -291,3 +299,125 @@ def test_ids_beyond_the_vocabulary_and_bounds_that_fall_are_found_though_their_h
         change_shard(0, starts_sha256=shards.hashlib.sha256(path.read_bytes()).hexdigest())(tmp_path)
         with pytest.raises(ValueError, match=f"^{path}: wanted bounds that rise from 0 to 6$"):
             open_shards(tmp_path)
+
+
+# --- What counts
+
+
+COUNTED = [[0, 1, 1, 0], [1], [0] * 30 + [1], [0, 0], [0, 1, 1], [0], [1, 0]]  # of DOCUMENTS
+
+
+def written_counted(folder, flags=COUNTED, documents=DOCUMENTS, **more):
+    counted = [
+        Counted(np.array(ids, dtype=np.int32), np.array(own, dtype=bool))
+        for ids, own in zip(documents, flags, strict=True)
+    ]
+    arguments = {"first_id": BOS, "text": "text", "tokenizer": "tokenizer", "shard_tokens": 5, **more}
+    return write_shards(folder, counted, num_bytes_W=NUM_BYTES_W, **arguments)
+
+
+def test_what_counts_by_hand(tmp_path):
+    stream = written_counted(tmp_path)
+    assert (tmp_path / "tokens-00000.counted").read_bytes() == bytes([0, 1, 1, 0, 1])
+    assert (tmp_path / "tokens-00002.counted").read_bytes() == bytes([0, 0, 0, 1, 1])
+    # 1 and 2 stand for 2 + 3 bytes, the last 4 for 5, 6 and 7 for 7 + 8; [BOS] counts where it is said, for none.
+    assert stream.num_bytes == read_manifest(tmp_path).num_bytes == 5 + 5 + 15
+    assert stream.num_targets == 44 - 7  # what counts is another question
+    assert open_shards(tmp_path, verify=True).weight_T.tolist() == [bool(flag) for own in COUNTED for flag in own]
+    assert stream.weight_T.dtype == torch.bool and stream.weights(0, 3).dtype == torch.float32
+
+
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    shard_tokens=st.integers(1, 40),
+    span=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    data=st.randoms(use_true_random=False),
+)
+def test_flags_read_as_those_of_the_documents_in_a_row(tmp_path_factory, sizes, shard_tokens, span, data):
+    documents = [[BOS, *(idx % 9 for idx in range(size))] for size in sizes]
+    flags = [[data.randrange(2) for _ in document] for document in documents]
+    stream = written_counted(tmp_path_factory.mktemp("shards"), flags, documents, shard_tokens=shard_tokens)
+    whole = [flag for own in flags for flag in own]
+    assert stream.weight_T.tolist() == [bool(flag) for flag in whole]
+    first, end = sorted(round(part * len(whole)) for part in span)  # also across shards
+    assert stream.weights(first, end).tolist() == whole[first:end]
+    ids = [id_ for document in documents for id_ in document]
+    assert stream.num_bytes == sum(int(NUM_BYTES_W[id_]) for id_, flag in zip(ids, whole, strict=True) if flag)
+    for first, end in ((-1, 0), (0, len(whole) + 1)):
+        with pytest.raises(ValueError, match=f"^stream: tokens {first} to {end} of {len(whole)} are not there$"):
+            stream.weights(first, end)
+
+
+def test_without_flags_all_counts_and_no_file_says_so(tmp_path):
+    stream = written(tmp_path)
+    assert stream.weight_T is None and stream.weights(2, 9).tolist() == [1.0] * 7
+    assert not list(tmp_path.glob("*.counted"))
+
+
+def test_flags_of_a_long_document_are_counted_in_its_blocks(tmp_path, monkeypatch):
+    want = written_counted(tmp_path / "whole").manifest
+    monkeypatch.setattr(shards, "_BLOCK_TOKENS", 7)
+    assert written_counted(tmp_path / "blocks").manifest == want
+    assert content_of(tmp_path / "blocks") == content_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_either_all_documents_say_what_counts_or_none_does(tmp_path, plain_first):
+    ids = np.array([BOS, 1], dtype=np.int32)
+    documents = [ids, Counted(ids, np.array([False, True]))][:: 1 if plain_first else -1]
+    with pytest.raises(ValueError, match="^shards: document 1: either all documents say what counts, or none does$"):
+        write_shards(tmp_path, documents, num_bytes_W=NUM_BYTES_W, first_id=BOS, text="", tokenizer="")
+    assert content_of(tmp_path) == {}
+
+
+def test_there_is_a_flag_for_each_id(tmp_path):
+    with pytest.raises(ValueError, match="^shards: document 1: wanted 1 flags of what counts, got 2$"):
+        written_counted(tmp_path, [COUNTED[0], [1, 1], *COUNTED[2:]])
+    assert content_of(tmp_path) == {}
+
+
+def test_shards_with_flags_leave_nothing_to_those_without(tmp_path):
+    written_counted(tmp_path / "there")
+    assert written(tmp_path / "there").weight_T is None
+    written(tmp_path / "fresh")
+    assert content_of(tmp_path / "there") == content_of(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut("tokens-00001.counted"), "tokens-00001.counted: wanted 31 bytes, got 30$"),
+        (remove("tokens-00001.counted"), "tokens-00001.counted: cannot be read: No such file or directory$"),
+    ],
+)
+def test_flags_that_are_not_whole_are_found_when_shards_are_opened(tmp_path, damage, message):
+    written_counted(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/{message}"):
+        open_shards(tmp_path)
+
+
+def test_a_flipped_flag_is_found_on_demand(tmp_path):
+    written_counted(tmp_path)
+    flip("tokens-00001.counted", 7)(tmp_path)
+    assert open_shards(tmp_path).weights(12, 13).tolist() == [1.0]
+    with pytest.raises(ValueError, match=f"^{tmp_path}/tokens-00001.counted: wanted the SHA-256 .*: this is not what"):
+        open_shards(tmp_path, verify=True)
+
+
+# --- Used again
+
+
+def test_shards_of_the_same_text_and_tokenizer_are_used_again(tmp_path):
+    same, said = {"text": "text", "tokenizer": "tokenizer"}, []
+    assert reuse_shards(tmp_path / "none", same, said.append) is None and not said
+    written(tmp_path)
+    assert reuse_shards(tmp_path, same, said.append).manifest == read_manifest(tmp_path)
+    for other, what in (({"text": "x"}, "text"), ({"text": "x", "tokenizer": "y"}, "text and tokenizer")):
+        assert reuse_shards(tmp_path, same | other, said.append) is None
+        assert said[-1] == f"{tmp_path}: of another {what}, written anew"
+    flip("tokens-00001.bin", 7)(tmp_path)
+    assert reuse_shards(tmp_path, same, said.append) is None and said[-1].endswith("not what was written; written anew")
+    (tmp_path / MANIFEST).write_text("{")
+    assert reuse_shards(tmp_path, same, said.append) is None and "manifest.json: not JSON" in said[-1]
+    assert said[0] == f"{tmp_path}: 44 tokens are there already" and len(said) == 5

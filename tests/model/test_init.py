@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import trivium.model.kda
 import trivium.model.residual
 from trivium.config import K3Config, VisionConfig, model_preset
-from trivium.model.init import initialise_, rule_of
+from trivium.model.init import copy_weights_, initialise_, rule_of
 from trivium.model.kimi_k3 import KimiK3
 from trivium.model.layers import RMSNorm
 from trivium.ops.pixels import Pixels
@@ -301,3 +301,55 @@ def test_a_fresh_model_sends_gradients_everywhere_but_the_unread():
             assert weight.grad is None or not weight.grad.any(), name
         else:
             assert weight.grad.isfinite().all() and weight.grad.any(), name
+
+
+# --- Weights of another model ----------------------------------------------------------------------------------------
+
+
+def small(seed: int | None = None, dtype: torch.dtype = torch.float32) -> KimiK3:
+    """Two layers, drawn or empty."""
+    model = KimiK3(nano(num_layers=2), dtype=dtype)
+    if seed is None:
+        for tensor in model.state_dict().values():
+            tensor.fill_(torch.nan)
+    else:
+        initialise_(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copied_weights_are_those_of_the_other_model_and_none_is_shared(dtype):
+    """bfloat16 is a part of float32, so nothing is rounded."""
+    model, weights = small(), small(3, dtype).state_dict()
+    copy_weights_(model, weights)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name].float()), name
+        assert tensor.data_ptr() != weights[name].data_ptr()
+    assert model.state_dict()["language_model.model.norm.weight"].dtype == torch.float32
+
+
+def test_of_each_weight_the_place_gets_the_whole_and_says_what_is_kept():
+    model, weights, seen = small(), small(3).state_dict(), []
+
+    def place(whole: Tensor, tensor: Tensor) -> Tensor:
+        seen.append((whole.shape, tensor.shape))
+        return -whole
+
+    copy_weights_(model, weights, place=place)
+    assert len(seen) == len(weights) and all(whole == shape for whole, shape in seen)
+    assert all(torch.equal(tensor, -weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written():
+    name = "language_model.model.norm.weight"
+    weights = small(3).state_dict()
+    for wrong, message in (
+        ({other: value for other, value in weights.items() if other != name}, f"{name} is in the model alone"),
+        ({**weights, "a.weight": torch.ones(1)}, "a.weight is in the weights alone"),
+        ({**weights, name: torch.ones(191)}, rf"{name}: wanted \(192,\), got \(191,\)"),
+        ({**weights, name: torch.ones(1, 192)}, rf"{name}: wanted \(192,\), got \(1, 192\)"),
+    ):
+        model = small()
+        with pytest.raises(ValueError, match=f"^weights: {message}$"):
+            copy_weights_(model, wrong)
+        assert all(tensor.isnan().all() for tensor in model.state_dict().values())

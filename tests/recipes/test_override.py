@@ -255,8 +255,8 @@ def test_a_run_is_changed_in_all_its_parts_at_once():
         (["model=nano"], "^model: wanted a K3Config, as JSON, or its fields one by one, .*, got 'nano'$"),
         (["muon_lr=0"], "^muon_lr: wanted a number above 0, got 0.0$"),
         (
-            ["length.num_steps=none", "stages=64:.5,128:.5"],
-            "stages: a run by the clock does not know when the 2 stages ",
+            ["length.num_steps=none", "stages=64:.05,128:.95"],
+            "stages: a run by the clock does not know at first when the 2 stages ",
         ),
         (["length.num_steps=none", "schedule.kind=cosine"], "a cosine wants the number of steps from the first one on"),
     ],

@@ -170,6 +170,31 @@ def test_a_restored_guard_ends_the_run_where_one_that_never_stopped_would():
         second.judge(math.nan, 1.0)
 
 
+def test_what_was_forgotten_is_seen_anew_before_anything_spikes():
+    """Of another text the losses are others: the first of them are what is normal there."""
+    guard = settled()
+    assert guard.judge(9.0, 1.0)
+    guard.forget()
+    assert not any(judged(guard, [9.0] * 32))
+    assert guard.judge(12.0, 1.0) and guard.judge(9.0, 1.0) is None
+    assert (guard.num_judged, guard.num_skipped) == (135, 2)  # what was counted stays
+
+
+def test_a_rise_between_two_stages_costs_no_step_where_the_first_is_forgotten():
+    random_ = random.Random(3)
+    guard = settled(noise=0.01)
+    guard.forget()
+    assert not any(judged(guard, [random_.gauss(4.3, 0.01) for _ in range(300)]))
+
+
+def test_to_forget_is_no_way_out_of_losses_that_are_not_finite():
+    guard = settled()
+    assert all(judged(guard, [math.nan] * 8))
+    guard.forget()
+    with pytest.raises(FloatingPointError, match="no step since 101 had finite ones. The last losses applied: none"):
+        guard.judge(math.nan, 1.0)
+
+
 def test_a_state_does_not_move_with_its_guard():
     guard = settled()
     state = guard.state()

@@ -1,5 +1,6 @@
 """The held-out loss: every token once, given all of its document before it, however it is cut."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -125,6 +126,70 @@ def test_scoring_changes_nothing():
     assert all(not layer.take_scores() for layer in model.moe_layers())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+# --- What counts
+
+
+def weighted(stream, seed=0, share=0.4):
+    """The same documents, of whose tokens some count."""
+    flags = torch.rand(len(stream.ids_T), generator=torch.Generator().manual_seed(seed)) < share
+    return replace(stream, weight_T=flags)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["odd", "one long, many short", "more than lanes"])
+@pytest.mark.parametrize("batch_tokens", [1, 7, 16, 2048])
+def test_only_tokens_that_count_are_scored(model, shape, batch_tokens):
+    stream = weighted(random_stream(SHAPES[shape], seed=4))
+    nll, num_tokens, num_bytes = 0.0, 0, 0
+    for start, end in pairwise(stream.starts.tolist()):
+        ids_T, counts_T = stream.ids_T[start:end].long(), stream.weight_T[start:end]
+        if end - start > 1:
+            hidden_TD, _ = model(ids_T[:-1], Rows.one(len(ids_T) - 1))
+            nll_T = token_nll(hidden_TD, model.language_model.lm_head.weight, ids_T[1:])
+            for place in range(1, end - start):  # [BOS] is no target, whatever is said of it
+                if counts_T[place]:
+                    nll += float(nll_T[place - 1])
+                    num_tokens += 1
+                    num_bytes += int(stream.num_bytes_W[ids_T[place]])
+    got = score(model, stream, batch_tokens=batch_tokens)
+    assert (got.num_tokens, got.num_bytes) == (num_tokens, num_bytes)
+    assert got.loss == pytest.approx(nll / num_tokens, rel=2e-6)  # float32, products of other sizes
+    assert got.bpb == pytest.approx(bits_per_byte(nll, num_bytes), rel=2e-6)
+
+
+def test_where_all_count_it_is_the_same_as_where_nothing_is_said(model):
+    stream = random_stream(SHAPES["odd"])
+    assert score(model, weighted(stream, share=2.0)) == score(model, stream)
+
+
+def test_what_does_not_count_is_read_all_the_same(model):
+    """A question is context: without it the answer has another loss."""
+    stream = random_stream((40,))
+    answer = replace(stream, weight_T=torch.arange(40) >= 30)
+    alone = TokenStream(ids_T=stream.ids_T[29:], starts=(0, 11), num_bytes_W=stream.num_bytes_W)
+    got, without = score(model, answer), score(model, alone)
+    assert (got.num_tokens, got.num_bytes) == (without.num_tokens, without.num_bytes)
+    assert abs(got.loss / without.loss - 1) > 1e-3
+
+
+def test_where_nothing_counts_it_is_said(model):
+    stream = random_stream(SHAPES["odd"])
+    first_alone = torch.zeros(len(stream.ids_T), dtype=torch.bool)
+    first_alone[list(stream.starts[:-1])] = True  # the first token of a document is no target
+    with pytest.raises(ValueError, match="^held out: no token to score$"):
+        score(model, replace(stream, weight_T=first_alone))
+
+
+def test_an_excerpt_has_the_flags_of_its_tokens():
+    """Each id is its own place, so that it can be found again."""
+    stream = replace(random_stream((8, 101, 101)), ids_T=torch.arange(210, dtype=torch.int32))
+    stream = weighted(stream)
+    part = excerpt(stream, 60, 60)
+    assert 0 < len(part.ids_T) < 210
+    assert part.weight_T.tolist() == stream.weight_T[part.ids_T.long()].tolist()
+    assert excerpt(random_stream((8, 101)), 60, 60).weight_T is None
 
 
 @pytest.mark.parametrize("lengths", [(), (1,), (1, 1, 1)])

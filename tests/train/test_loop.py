@@ -28,18 +28,24 @@ ONE_STAGE = (Stage(max_len=5, share=1.0),)
 class Run:
     """The run the loop is part of: its step, its data, its clock and its keeper, all of them empty."""
 
-    def __init__(self, *, step_s=1.0, eval_s=0.0, save_s=0.0, on_step=None, skips=()):
+    def __init__(self, *, step_s=1.0, eval_s=0.0, save_s=0.0, on_step=None, skips=(), stage=0):
         self.now_s = 100.0
         self.step_s, self.eval_s, self.save_s, self.on_step = step_s, eval_s, save_s, on_step
         self.step = 0
-        self.evals, self.saves, self.plans, self.looks, self.stages = [], [], [], [], []
+        self.evals, self.saves, self.plans, self.looks, self.stages, self.begun = [], [], [], [], [], []
         self.skips = skips
+        self.stage = stage
 
     def __next__(self):
         return [self]
 
     def enter_stage(self, index, max_len):
         self.stages.append((index, max_len))
+        before, self.stage = self.stage, index
+        return index != before
+
+    def begin_stage(self):
+        self.begun.append(self.step + 1)
 
     def clock(self):
         return self.now_s
@@ -245,6 +251,39 @@ def test_the_stages_of_a_run_are_entered_at_their_steps_and_the_model_is_looked_
     assert run.stages == 4 * [(0, 2)] + 2 * [(1, 4)] + 2 * [(2, 9)]
     assert [line["max_len"] for line in lines] == [2, 2, 2, 2, 4, 4, 9, 9]
     assert run.looks == run.evals == [2, 4, 6]
+    assert run.begun == [5, 7]
+
+
+THREE = (Stage(max_len=2, share=0.5), Stage(max_len=4, share=0.25), Stage(max_len=9, share=0.25))
+
+
+@pytest.mark.parametrize("stopped_in", [3, 4, 5, 6, 7])
+def test_a_stage_begins_once_also_where_the_run_stopped_at_its_border(train, stopped_in):
+    """Stopped behind step 4 nothing of the second stage was given out: it begins with the step that goes on."""
+    cut = Run(on_step=press(signal.SIGINT, stopped_in))
+    _, progress, _ = train(cut, STEPS_8, stages=THREE)
+    assert progress.step == stopped_in
+    rest = Run(stage=cut.stage)  # a loader's state has its stage
+    train(rest, STEPS_8, stages=THREE, start=progress)
+    assert cut.begun + rest.begun == [5, 7]
+
+
+def test_by_the_clock_stages_begin_when_their_number_of_steps_is_known(train):
+    stages = (Stage(max_len=2, share=0.5), Stage(max_len=4, share=0.5))
+    run = Run()
+    lines, progress, _ = train(run, Length(seconds=20.0), stages=stages)
+    assert run.plans == [(3, 19)] and progress.step == 19
+    assert [line["max_len"] for line in lines] == 10 * [2] + 9 * [4]  # 9.5 of 19, to the even number
+    assert run.begun == [11]
+
+
+def test_a_first_stage_that_was_longer_than_its_share_when_the_steps_were_known_ends_at_once(train):
+    """Four times scoring takes most of the time: of 20 steps a tenth are 2, and 3 were made by then."""
+    stages = (Stage(max_len=2, share=0.1), Stage(max_len=4, share=0.9))
+    run = Run(eval_s=2.0)
+    lines, *_ = train(run, Length(seconds=20.0), stages=stages)
+    assert run.plans == [(3, 11)] and [line["max_len"] for line in lines] == 3 * [2] + 8 * [4]
+    assert run.begun == [4]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -95,11 +96,12 @@ def full_batch():
     return replace(batch, weight_T=torch.rand(160, generator=torch.Generator().manual_seed(0)))
 
 
-def trained(config, folder, *, at_step=None, train=TRAIN, world=ALONE):
+def trained(config, folder, *, at_step=None, train=TRAIN, heldout=HELDOUT, weights=None, world=ALONE):
     """One process's share of a run: `at_step`, if given, is called with the number of each step made in it."""
-    made = []
+    made, batches = [], []
 
     def step(*arguments, **options):
+        batches.extend(arguments[1])
         result = train_step(*arguments, **options)
         made.append(result)
         if at_step:
@@ -112,8 +114,10 @@ def trained(config, folder, *, at_step=None, train=TRAIN, world=ALONE):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain_file, "train_step", step)
         tokenizer, about = TOKENIZER if world.is_first else None, {"command": ["x"]}
-        result = pretrain(config, train, HELDOUT, tokenizer, folder, about=about, console=console, world=world)
-    return SimpleNamespace(result=result, made=len(made), out=console.export_text())
+        result = pretrain(
+            config, train, heldout, tokenizer, folder, about=about, console=console, weights=weights, world=world
+        )
+    return SimpleNamespace(result=result, made=len(made), batches=batches, out=console.export_text())
 
 
 def stops_at(number):
@@ -360,6 +364,7 @@ def test_what_a_run_must_agree_with_is_all_that_changes_its_losses():
         {"recipe": "other"},
         {"muon_lr": 0.01},
         {"stages": (Stage(max_len=41, share=1.0),)},
+        {"whole": True},
         {"weight_decay": 0.0},
         {"clip_norm": None},
         {"logit_limit": None},
@@ -422,6 +427,139 @@ def test_a_config_that_cannot_run_is_refused(changes, message):
         replace(SHORT, **changes)
 
 
+# --- Stages, whole documents, and a run that begins with another one's weights
+
+
+TWO_STAGES = replace(SHORT, stages=(Stage(max_len=20, share=0.5), Stage(max_len=40, share=0.5)))
+
+
+@pytest.fixture(scope="module")
+def in_two_stages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stages")
+    trained(TWO_STAGES, folder)
+    return folder
+
+
+def test_at_a_stage_the_guard_begins_anew(in_two_stages):
+    metrics = metrics_of(in_two_stages)
+    assert [line["max_len"] for line in metrics] == 4 * [20] + 5 * [40]
+    assert load_resume_point(in_two_stages).about["guard"]["losses"] == [line["loss"] for line in metrics[4:]]
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_stopped_at_the_border_of_two_stages_it_is_the_same_run(in_two_stages, tmp_path, stop):
+    trained(TWO_STAGES, tmp_path, at_step=stops_at(stop))
+    guard = load_resume_point(tmp_path).about["guard"]
+    assert len(guard["losses"]) == (stop if stop <= 4 else stop - 4)
+    trained(TWO_STAGES, tmp_path)
+    assert_same_run(tmp_path, in_two_stages)
+
+
+def talks_of(numbers):
+    """Documents of 4 to 16 tokens, in which what stands behind the third one counts."""
+    stream = stream_of([f"x{number}" * (1 + number % 5) for number in numbers])
+    flags = torch.ones(len(stream.ids_T), dtype=torch.bool)
+    for start in stream.starts[:-1].tolist():
+        flags[start : start + 3] = False
+    return replace(stream, weight_T=flags)
+
+
+TALKS, HELDOUT_TALKS = talks_of(range(100, 140)), talks_of(range(140, 150))
+LONGEST = int((TALKS.starts[1:] - TALKS.starts[:-1]).max()) - 1
+WHOLE = replace(
+    SHORT, whole=True, stages=(Stage(max_len=LONGEST // 2, share=0.4), Stage(max_len=LONGEST, share=0.6)), workers=2
+)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """(folder, how it went) of a run on whole documents that begins with another one's weights."""
+    folder = tmp_path_factory.mktemp("tuned")
+    return folder, trained(WHOLE, folder, train=TALKS, heldout=HELDOUT_TALKS, weights=new_model(5).state_dict())
+
+
+def test_a_run_on_whole_documents_cuts_none_and_learns_what_counts(tuned):
+    folder, run = tuned
+    bos_id = CONFIG.bos_token_id
+    for batch in run.batches:
+        first_of_rows = batch.ids_T[list(batch.rows.starts[:-1])]
+        assert (first_of_rows == bos_id).all() and int((batch.ids_T == bos_id).sum()) == batch.rows.num_sequences
+        assert batch.rows.num_tokens <= 72
+        # The first two targets of each document do not count.
+        assert int((batch.weight_T == 0).sum()) == 2 * batch.rows.num_sequences
+    metrics = metrics_of(folder)
+    assert [line["max_len"] for line in metrics] == 4 * [LONGEST // 2] + 5 * [LONGEST]
+    longest = [batch.rows.max_len for batch in run.batches]
+    assert max(longest[:4]) <= LONGEST // 2 < max(longest[4:])
+    assert metrics[-1]["tokens"] == sum(batch.rows.num_tokens for batch in run.batches) < 9 * 72
+
+
+def test_a_run_begins_exactly_with_the_weights_it_is_given(tmp_path, monkeypatch):
+    seen = {}
+
+    def step(model, *_, **__):
+        seen.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        raise Killed
+
+    weights = new_model(5).state_dict()
+    assert any(not torch.equal(value, weights[name]) for name, value in new_model(SHORT.seed).state_dict().items())
+    console = Console(record=True, width=120, file=io.StringIO())
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain_file, "train_step", step)
+        with pytest.raises(Killed):
+            pretrain(SHORT, TRAIN, HELDOUT, TOKENIZER, tmp_path, about={}, console=console, weights=weights)
+    assert seen.keys() == weights.keys()
+    for name, value in seen.items():
+        assert torch.equal(value, weights[name]), name
+    want = score(new_model(5), excerpt(HELDOUT, SHORT.eval_tokens, 1024))
+    assert f"held out before training: {want.loss:.3f} nats a token" in console.export_text()
+
+
+def test_the_weights_that_were_given_stay_as_they_are(tmp_path):
+    weights = new_model(5).state_dict()
+    trained(replace(SHORT, length=Length(seconds=60, num_steps=3)), tmp_path, weights=weights)
+    for name, value in new_model(5).state_dict().items():
+        assert torch.equal(value, weights[name]), name
+
+
+@pytest.mark.parametrize("stop", [2, 4, 7])
+def test_a_run_that_began_with_weights_goes_on_with_its_own(tuned, tmp_path, stop):
+    given = {"train": TALKS, "heldout": HELDOUT_TALKS, "weights": new_model(5).state_dict()}
+    assert trained(WHOLE, tmp_path, at_step=stops_at(stop), **given).result.progress.step == stop
+    assert trained(WHOLE, tmp_path, **given).made == 9 - stop
+    assert_same_run(tmp_path, tuned[0])
+
+
+def test_weights_of_another_model_are_refused_and_nothing_is_written(tmp_path):
+    weights = new_model().state_dict()
+    name = "language_model.lm_head.weight"
+    less = {other: value for other, value in weights.items() if other != name}
+    for wrong, message in (
+        (less, f"weights: {name} is in the model alone"),
+        ({**weights, "more": torch.zeros(1)}, "weights: more is in the weights alone"),
+        ({**weights, name: torch.zeros(2, 3)}, rf"weights: {name}: wanted \(556, 32\), got \(2, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            trained(SHORT, tmp_path, weights=wrong)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_document_that_no_stage_would_have_is_refused(tmp_path):
+    stages = (Stage(max_len=LONGEST - 1, share=1.0),)
+    message = (
+        f"^stages: the longest document has {LONGEST} tokens, wanted at most {LONGEST - 1}: it would never be read; "
+    )
+    with pytest.raises(ValueError, match=message):
+        trained(replace(WHOLE, stages=stages), tmp_path, train=TALKS, heldout=HELDOUT_TALKS)
+    assert not os.listdir(tmp_path)
+
+
+def test_by_the_clock_a_run_has_stages(tmp_path):
+    run = trained(replace(TWO_STAGES, length=Length(seconds=0.4)), tmp_path)
+    lengths = [line["max_len"] for line in metrics_of(tmp_path)]
+    assert lengths == sorted(lengths) and set(lengths) == {20, 40} and len(lengths) == run.made
+
+
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):
     with pytest.raises(ValueError, match="^tokenizer: 556 ids, but vocab_size is 1000$"):
         trained(replace(SHORT, model=replace(CONFIG, vocab_size=1000)), tmp_path)
@@ -452,6 +590,29 @@ def test_the_loss_is_the_weighted_mean():
     nll_T = token_nll(hidden_TD.detach(), model.language_model.lm_head.weight, batch.targets_T)
     want = float((batch.weight_T * nll_T).sum() / batch.weight_T.sum())
     assert step_of(model, [batch]).loss == pytest.approx(want, rel=1e-5)
+
+
+def test_targets_without_a_weight_take_no_part_and_a_batch_may_have_no_other():
+    """Against the loss written down in one line, its gradient and all."""
+    whole, model = full_batch(), new_model()
+    weight_T = whole.weight_T.clone()
+    weight_T[40:80] = 0
+    weight_T[100:113] = 0
+    hidden_TD, _ = model(whole.ids_T, whole.rows)
+    nll_T = F.cross_entropy(model.head(hidden_TD), whole.targets_T, reduction="none")
+    want = (weight_T * nll_T).sum() / weight_T.sum()
+    want.backward()
+    norm = torch.stack([weight.grad.norm() for weight in model.parameters() if weight.grad is not None]).norm()
+    stream, spans = stream_of(TEXTS[:8]), full_spans()
+    parts = [
+        replace(make_batch(stream, [span], "test"), weight_T=part_T)
+        for span, part_T in zip(spans, weight_T.split(40), strict=True)
+    ]
+    assert not parts[1].weight_T.any()
+    for batches in ([replace(whole, weight_T=weight_T)], parts):
+        result = step_of(new_model(), batches)
+        assert result.loss == pytest.approx(want.item(), rel=1e-5)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_only_tokens_with_a_weight_balance_the_experts():

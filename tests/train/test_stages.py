@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trivium.train.stages import CPU_STAGES, PAPER_STAGES, Stage, check_stages, last_steps, stage_at
+from trivium.train.schedule import TIMED_SHARE
+from trivium.train.stages import CPU_STAGES, FIRST_BY_CLOCK, PAPER_STAGES, Stage, check_stages, last_steps, stage_at
 
 ONE = (Stage(max_len=64, share=1.0),)
 TWO = (Stage(max_len=64, share=0.7), Stage(max_len=128, share=0.3))
@@ -48,12 +49,25 @@ def test_one_stage_needs_no_number_of_steps():
     check_stages(ONE, None)
 
 
-def test_stages_by_the_clock_are_refused():
-    for asked in (lambda: check_stages(TWO, None), lambda: stage_at(TWO, 1, None)):
+def test_by_the_clock_a_run_is_in_its_first_stage_until_its_steps_are_known():
+    """Which takes 8 % of the time: a first stage of a tenth has not ended by then."""
+    assert FIRST_BY_CLOCK > TIMED_SHARE
+    tenth = (Stage(max_len=64, share=0.1), Stage(max_len=128, share=0.9))
+    for stages in (TWO, tenth):
+        check_stages(stages, None)
+        assert [stage_at(stages, step, None) for step in (1, 2, 12345)] == [0, 0, 0]
+
+
+def test_a_first_stage_that_may_end_before_the_steps_are_known_is_refused():
+    short = (Stage(max_len=64, share=0.09), Stage(max_len=128, share=0.91))
+    for asked in (lambda: check_stages(short, None), lambda: stage_at(short, 1, None)):
         with pytest.raises(
-            ValueError, match="^stages: a run by the clock .* the 2 stages .*; give the number of steps, or one"
+            ValueError,
+            match="^stages: a run by the clock .* the 2 stages change; give the number of steps, or a first stage of at "
+            "least 0.1, got 0.09$",
         ):
             asked()
+    check_stages(short, 100)
 
 
 def test_more_stages_than_steps_name_both():

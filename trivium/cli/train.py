@@ -37,7 +37,7 @@ def train(
     from trivium.recipes.pretraining import pretraining
 
     config = pretraining(recipe, minutes=minutes, num_steps=steps, save_every_s=save_every, device=device, seed=seed)
-    _check_once(context, changes or [])
+    check_once(context, changes or [])
     config = override(config, changes or [])
     if show:
         typer.echo("\n".join(describe(config)))
@@ -57,7 +57,8 @@ _FIELDS = {
 }
 
 
-def _check_once(context: typer.Context, changes: list[str]) -> None:
+def check_once(context: typer.Context, changes: list[str]) -> None:
+    """Raises ValueError for a field that is given as an option and as a change."""
     names = {change.partition("=")[0].strip() for change in changes}
     for option, field in _FIELDS.items():
         source = context.get_parameter_source(option)

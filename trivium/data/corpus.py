@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +16,13 @@ from trivium.data.clean import drop_duplicates
 from trivium.data.source import Document, fingerprint, folder_of_text, split_by_source, standard_library
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from trivium.chat.tokenizer import Tokenizer
     from trivium.data.pack import Stream, TokenStream
     from trivium.data.shards import Shards
 
 HELDOUT_FILE = "heldout.jsonl"
 TOKENS = "tokens"
+HELDOUT_TOKENS = "heldout"
 
 # Byte pairs are counted in so much of a longer text. The ranks of a few thousand most frequent pairs do not change
 # with more of it, and 200 MB would take minutes.
@@ -141,9 +139,10 @@ def build_corpus(
 
 def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokenStream:
     """[BOS] and the tokens of each document, with how many bytes each id stands for: 0 for a control id."""
+    from trivium.data.ids import num_bytes_of_ids
     from trivium.data.pack import tokenize
 
-    return tokenize(documents, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=_num_bytes_of_ids(tokenizer))
+    return tokenize(documents, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=num_bytes_of_ids(tokenizer))
 
 
 def write_heldout(folder: str | Path, documents: Iterable[Document]) -> None:
@@ -191,47 +190,18 @@ def read_heldout(folder: str | Path) -> list[Document]:
 
 def _shards_of(documents: Sequence[Document], tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]) -> Shards:
     """The same as shards: those in the folder, or new ones."""
+    from trivium.data.ids import fingerprint_of_tokenizer, num_bytes_of_ids
     from trivium.data.pack import token_documents
-    from trivium.data.shards import MANIFEST, open_shards, read_manifest, write_shards
+    from trivium.data.shards import reuse_shards, write_shards
 
-    made_of = {"text": fingerprint(documents), "tokenizer": _fingerprint_of_tokenizer(tokenizer)}
-    if (folder / MANIFEST).exists():
-        try:
-            manifest = read_manifest(folder)
-            other = [name for name, value in made_of.items() if getattr(manifest, name) != value]
-            if not other:
-                shards = open_shards(folder, verify=True)
-                say(f"{folder}: {manifest.num_tokens:,} tokens are there already")
-                return shards
-            say(f"{folder}: of another {' and '.join(other)}, written anew")
-        except ValueError as error:
-            say(f"{error}; written anew")
+    made_of = {"text": fingerprint(documents), "tokenizer": fingerprint_of_tokenizer(tokenizer)}
+    there = reuse_shards(folder, made_of, say)
+    if there is not None:
+        return there
     say(f"tokenizing {_size(documents)} to {folder}")
-    num_bytes_W = _num_bytes_of_ids(tokenizer)
+    num_bytes_W = num_bytes_of_ids(tokenizer)
     ids = token_documents(documents, tokenizer.encode, bos_id=tokenizer.bos_id, num_bytes_W=num_bytes_W)
-    return write_shards(folder, ids, num_bytes_W=num_bytes_W, bos_id=tokenizer.bos_id, **made_of)
-
-
-def _num_bytes_of_ids(tokenizer: Tokenizer) -> Tensor:
-    import torch
-
-    ranks = tokenizer.vocabulary.ranks
-    return torch.tensor([len(token) for token in ranks] + [0] * (tokenizer.vocab_size - len(ranks)))
-
-
-def _fingerprint_of_tokenizer(tokenizer: Tokenizer) -> str:
-    """SHA-256 over all that the ids of a text depend on: the pieces it is cut into, the ranks, and [BOS]."""
-    from trivium.chat.pieces import MAX_CHARS, MAX_RUN_CHARS, PATTERN
-
-    seen = hashlib.sha256()
-    for part in (
-        PATTERN.encode(),
-        b"%d %d %d" % (MAX_CHARS, MAX_RUN_CHARS, tokenizer.bos_id),
-        *tokenizer.vocabulary.ranks,
-    ):
-        seen.update(len(part).to_bytes(8, "big"))
-        seen.update(part)
-    return seen.hexdigest()
+    return write_shards(folder, ids, num_bytes_W=num_bytes_W, first_id=tokenizer.bos_id, **made_of)
 
 
 def _train_tokenizer(documents: Sequence[Document], num_ranks: int, say: Callable[[str], None]) -> Tokenizer:

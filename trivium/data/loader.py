@@ -34,6 +34,9 @@ class Loader:
     left of a micro-batch is cut there and goes on, as a sequence of its own, in the next. The order depends on the seed,
     the stage and the epoch alone: ranks and workers share it out and change nothing in it.
 
+    With `whole` no document is cut: there are those of at most `max_len` tokens, and a micro-batch is as many as fit, of
+    at most `micro_tokens` tokens in all.
+
     `workers` threads make so many steps ahead. A state is that of what was given out, whatever lies ready behind it.
     Raises ValueError for numbers that do not go together, and when no token of the stream has one behind it.
     """
@@ -47,6 +50,7 @@ class Loader:
         num_micro: int,
         seed: int,
         source: str,
+        whole: bool = False,
         rank: int = 0,
         num_ranks: int = 1,
         workers: int = 0,
@@ -66,7 +70,7 @@ class Loader:
                 f"loader: num_micro: {num_micro} micro-batches a step cannot be shared out evenly among {num_ranks} ranks"
             )
         self._stream, self._seed, self._source = stream, seed, source
-        self._micro_tokens, self._num_micro = micro_tokens, num_micro
+        self._micro_tokens, self._num_micro, self._whole = micro_tokens, num_micro, whole
         self._rank, self._num_ranks, self._workers = rank, num_ranks, workers
         self._closed = False
         self._ready: deque[tuple[Future[list[Batch]], Place]] = deque()
@@ -98,17 +102,20 @@ class Loader:
         self._place = place
         return batches
 
-    def enter_stage(self, index: int, max_len: int) -> None:
+    def enter_stage(self, index: int, max_len: int) -> bool:
         """From the next step on pieces of at most `max_len`, in an order of the stage's own, from its beginning.
 
-        Nothing changes in that stage already. Raises ValueError for a stage before it: it would give what was given.
+        Returns whether it is another stage than before: in that stage already nothing changes. Raises ValueError for a
+        stage before it: it would give what was given.
         """
         if index < self._place.stage:
             raise ValueError(f"loader: wanted stage {self._place.stage} or one after it, got {index}")
         if index == self._place.stage and max_len != self._place.max_len:
             raise ValueError(f"loader: stage {index} has pieces of at most {self._place.max_len}, got {max_len}")
-        if index > self._place.stage:
-            self._go_to(Place(stage=index, max_len=max_len, epoch=0, piece=0, offset=0))
+        if index == self._place.stage:
+            return False
+        self._go_to(Place(stage=index, max_len=max_len, epoch=0, piece=0, offset=0))
+        return True
 
     def state(self) -> dict[str, int]:
         """Where the next step begins, in numbers that JSON has."""
@@ -142,7 +149,7 @@ class Loader:
                 f"loader: max_len {place.max_len} is more than the {self._micro_tokens} tokens of a micro-batch, "
                 "where every piece is cut"
             )
-        self._walk = _Walk(self._stream, self._seed, place)
+        self._walk = _Walk(self._stream, self._seed, place, self._whole)
         self._place = place
         for future, _ in self._ready:
             future.cancel()
@@ -162,11 +169,13 @@ def _make(stream: Stream, spans: Sequence[NDArray[np.int64]], source: str) -> li
 class _Walk:
     """The way through a stream from a place on, by arithmetic on indices: not a token is read."""
 
-    def __init__(self, stream: Stream, seed: int, place: Place) -> None:
-        self._piece_P2 = pieces(stream, place.max_len)
+    def __init__(self, stream: Stream, seed: int, place: Place, whole: bool) -> None:
+        self._whole = whole
+        self._piece_P2 = pieces(stream, place.max_len, whole=whole)
         num_pieces = len(self._piece_P2)
         if not num_pieces:
-            raise ValueError("data: not one token has another one behind it, nothing to train on")
+            short = f" in a document of at most {place.max_len} tokens" if whole else ""
+            raise ValueError(f"data: not one token{short} has another one behind it, nothing to train on")
         if not (place.stage >= 0 and place.epoch >= 0 and 0 <= place.piece < num_pieces):
             raise ValueError(f"loader: {place._asdict()} does not fit a stream of {num_pieces} pieces")
         self._seed, self.place = seed, place
@@ -174,9 +183,11 @@ class _Walk:
         first, end = self._piece_P2[self._order_P[place.piece]]
         if not 0 <= place.offset < end - first:
             raise ValueError(f"loader: {place._asdict()} does not fit: that piece has {end - first} tokens")
+        if whole and place.offset:
+            raise ValueError(f"loader: {place._asdict()} does not fit: no document is cut")
 
     def take(self, num_tokens: int) -> NDArray[np.int64]:
-        """The spans [S, 2] of the next so many tokens, through as many epochs as it takes."""
+        """The spans [S, 2] of the next so many tokens, through as many epochs as it takes; of whole pieces at most so many."""
         spans = []
         while num_tokens:
             _, max_len, epoch, piece, offset = self.place
@@ -188,7 +199,8 @@ class _Walk:
             num_taken = int(end_S[num_whole - 1]) if num_whole else 0
             if num_whole:
                 piece, offset = piece + num_whole, 0
-            if num_whole < len(span_S2) and num_taken < num_tokens:
+            full = self._whole and num_whole < len(span_S2)  # the next one does not fit
+            if not self._whole and num_whole < len(span_S2) and num_taken < num_tokens:
                 left = num_tokens - num_taken
                 span_S2[num_whole, 1] = span_S2[num_whole, 0] + left
                 num_whole, num_taken, offset = num_whole + 1, num_tokens, offset + left
@@ -198,6 +210,8 @@ class _Walk:
             self.place = self.place._replace(epoch=epoch, piece=piece, offset=offset)
             spans.append(span_S2[:num_whole])
             num_tokens -= num_taken
+            if full:
+                break
         return np.concatenate(spans)
 
     def _order_of(self, stage: int, epoch: int) -> NDArray[np.int64]:

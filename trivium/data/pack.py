@@ -42,14 +42,23 @@ class Stream(Protocol):
         """All of them, int32: in memory, however many they are."""
         ...
 
+    @property
+    def weight_T(self) -> Tensor | None:
+        """Which of them count as targets, bool, in memory; None: all."""
+        ...
+
     def read(self, first: int, end: int) -> Tensor:
         """The ids [first, end) as int64. Raises ValueError where the stream has none."""
+        ...
+
+    def weights(self, first: int, end: int) -> Tensor:
+        """The weights of the ids [first, end) as targets, float32, 1 or 0."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStream:
-    """A `Stream` in memory; `ids_T` is int32.
+    """A `Stream` in memory; `ids_T` is int32. `weight_T` (bool) says which ids count as targets, None: all.
 
     Raises ValueError for bounds that do not begin at 0, fall, or do not end where the tokens do.
     """
@@ -57,6 +66,7 @@ class TokenStream:
     ids_T: Tensor
     starts: NDArray[np.int64]
     num_bytes_W: Tensor
+    weight_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         starts = np.asarray(self.starts, dtype=np.int64)
@@ -69,6 +79,8 @@ class TokenStream:
         ):
             raise ValueError(f"stream: wanted bounds that rise from 0 to {len(self.ids_T)}, got {starts}")
         object.__setattr__(self, "starts", starts)
+        if self.weight_T is not None and self.weight_T.shape != self.ids_T.shape:
+            raise ValueError(f"stream: wanted {len(self.ids_T)} weights, got {tuple(self.weight_T.shape)}")
 
     @property
     def num_targets(self) -> int:
@@ -77,11 +89,16 @@ class TokenStream:
     @property
     def num_bytes(self) -> int:
         # By counts of ids: one number of 8 bytes for each token would be twice the stream.
-        return int(torch.bincount(self.ids_T, minlength=len(self.num_bytes_W)) @ self.num_bytes_W)
+        ids_T = self.ids_T if self.weight_T is None else self.ids_T[self.weight_T]
+        return int(torch.bincount(ids_T, minlength=len(self.num_bytes_W)) @ self.num_bytes_W)
 
     def read(self, first: int, end: int) -> Tensor:
         check_span(first, end, len(self.ids_T))
         return self.ids_T[first:end].long()
+
+    def weights(self, first: int, end: int) -> Tensor:
+        check_span(first, end, len(self.ids_T))
+        return torch.ones(end - first) if self.weight_T is None else self.weight_T[first:end].float()
 
 
 def count_targets(starts: NDArray[np.int64]) -> int:
@@ -125,14 +142,17 @@ def token_documents(
         yield np.concatenate([np.array([bos_id], dtype=np.int32), *parts])
 
 
-def pieces(stream: Stream, max_len: int) -> NDArray[np.int64]:
+def pieces(stream: Stream, max_len: int, *, whole: bool = False) -> NDArray[np.int64]:
     """The inputs of every document, cut into consecutive pieces of at most `max_len` tokens: [P, 2].
 
-    A piece is its first token and the one behind its last.
+    A piece is its first token and the one behind its last. `whole`: documents that are longer are left out, not cut.
     """
     if max_len < 1:
         raise ValueError(f"pieces: wanted a positive length, got {max_len}")
     first_D, end_D = stream.starts[:-1], stream.starts[1:] - 1
+    if whole:
+        short_D = end_D - first_D <= max_len
+        first_D, end_D = first_D[short_D], end_D[short_D]
     num_D = np.maximum(-(-(end_D - first_D) // max_len), 0)
     before_D = num_D.cumsum() - num_D  # pieces of the documents before
     piece_P2 = np.empty((int(num_D.sum()), 2), dtype=np.int64)
@@ -143,15 +163,16 @@ def pieces(stream: Stream, max_len: int) -> NDArray[np.int64]:
 
 
 def make_batch(stream: Stream, spans: ArrayLike | Sequence[tuple[int, int]], source: str) -> Batch:
-    """These pieces [S, 2] as the sequences of one batch, every target with weight 1."""
+    """These pieces [S, 2] as the sequences of one batch, every target with its weight in the stream."""
     spans = np.asarray(spans).tolist()
     parts = [stream.read(first, end + 1) for first, end in spans]  # with the target of its last token
     targets_T = torch.cat([part[1:] for part in parts])
+    weight_T = torch.cat([stream.weights(first + 1, end + 1) for first, end in spans])
     return Batch(
         ids_T=torch.cat([part[:-1] for part in parts]),
         targets_T=targets_T,
-        weight_T=torch.ones(len(targets_T)),
+        weight_T=weight_T,
         rows=Rows.of([end - first for first, end in spans]),
-        num_bytes=int(stream.num_bytes_W[targets_T].sum()),
+        num_bytes=int(stream.num_bytes_W[targets_T[weight_T > 0]].sum()),
         source=source,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Generator, Tensor, nn
@@ -43,6 +43,27 @@ def initialise_(
             draw = torch.empty(tensor.shape, dtype=torch.float32)
             rules[name](draw, generator_of(name, seed), config)
             tensor.copy_(place(draw, tensor))
+
+
+def copy_weights_(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    *,
+    place: Callable[[Tensor, Tensor], Tensor] = lambda whole, tensor: whole,
+) -> None:
+    """Fill every parameter and every saved buffer from a state dict of whole tensors; `place` as in `initialise_`.
+
+    Raises ValueError, before anything is written, for a name that one of them lacks and for another shape.
+    """
+    tensors = model.state_dict(keep_vars=True)
+    for name in sorted(tensors.keys() ^ weights.keys()):
+        raise ValueError(f"weights: {name} is in the {'model' if name in tensors else 'weights'} alone")
+    for name, tensor in tensors.items():
+        if tensor.shape != weights[name].shape:
+            raise ValueError(f"weights: {name}: wanted {tuple(tensor.shape)}, got {tuple(weights[name].shape)}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(place(weights[name].float().cpu(), tensor))
 
 
 def rule_of(name: str) -> Rule:

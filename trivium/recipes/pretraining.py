@@ -166,11 +166,11 @@ def pretrain_on_text(
     """
     config.num_micro(world)
     _check_ids(config.model)
-    _check_memory(config, world)
+    check_memory(config, world)
     if not world.is_first:
-        with _losses_told(None, world):
+        with losses_told(None, world):
             folder, heldout = world.from_first((Path(), None))
-        with _losses_told(folder, world):
+        with losses_told(folder, world):
             pretrain(
                 config, open_shards(folder / TOKENS), heldout, None, folder, about={}, console=console, world=world
             )
@@ -200,7 +200,7 @@ def pretrain_on_text(
             "bytes each"
         )
         write_heldout(folder, text.heldout)
-        with _losses_told(folder, world):
+        with losses_told(folder, world):
             world.from_first((folder, corpus.heldout))
             result = pretrain(
                 config,
@@ -230,7 +230,7 @@ def pretrain_on_text(
 
 
 @contextmanager
-def _losses_told(folder: Path | None, world: World) -> Iterator[None]:
+def losses_told(folder: Path | None, world: World) -> Iterator[None]:
     """That a process was lost is told as what it is, and not as a broken connection. None: no folder is known yet."""
     try:
         yield
@@ -269,7 +269,8 @@ def _check_ids(model: K3Config) -> None:
         )
 
 
-def _check_memory(config: PretrainConfig, world: World) -> None:
+def check_memory(config: PretrainConfig, world: World) -> None:
+    """Raises ValueError where a model is larger than the memory that it would be trained in."""
     wanted = count_params(config.model).total * _TRAINING_BYTES_PER_PARAMETER
     here = _memory_bytes(config.device)
     held = here * (world.size if config.device.startswith("cuda") else 1)

@@ -78,6 +78,10 @@ class SpikeGuard:
         self.num_skipped += reason is not None
         return reason
 
+    def forget(self) -> None:
+        """The text is another one from here on: what its losses are is to be seen first."""
+        self._recent = []
+
     @property
     def not_finite(self) -> int:
         """How many steps up to the last one, in a row, had a loss or norm that was not finite."""

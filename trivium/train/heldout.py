@@ -30,7 +30,7 @@ class Heldout:
 
 @torch.no_grad()
 def score(model: KimiK3, stream: TokenStream, *, batch_tokens: int = 2048) -> Heldout:
-    """Every token of every document once, [BOS] apart, given all of its document before it.
+    """Every token of every document that counts as a target once, [BOS] apart, given all of its document before it.
 
     A document is read in consecutive windows and the state is carried from one to the next, so that how it is cut
     changes nothing but rounding. At most `batch_tokens` tokens go through the model at once. Raises ValueError when
@@ -42,7 +42,8 @@ def score(model: KimiK3, stream: TokenStream, *, batch_tokens: int = 2048) -> He
         ((start, end - 1) for start, end in pairwise(stream.starts.tolist()) if end - start > 1),
         key=lambda span: span[0] - span[1],
     )
-    if not documents:
+    weight_T = torch.ones(len(stream.ids_T)) if stream.weight_T is None else stream.weight_T.float()
+    if not documents or not any(weight_T[first + 1 : end + 1].any() for first, end in documents):
         raise ValueError("held out: no token to score")
     was_training = model.training
     model.eval()
@@ -60,9 +61,11 @@ def score(model: KimiK3, stream: TokenStream, *, batch_tokens: int = 2048) -> He
         rows = Rows.of([end - first for first, end in spans], device, past=state.lengths)
         hidden_TD, state = model(ids_T, rows, state)
         # In float64: a float32 sum over 100,000 tokens would lose the digits that two runs differ in.
-        nll += float(token_nll(hidden_TD, model.language_model.lm_head.weight, targets_T).double().sum())
-        num_tokens += len(targets_T)
-        num_bytes += int(stream.num_bytes_W[targets_T.cpu()].sum())
+        counted_T = torch.cat([weight_T[first + 1 : end + 1] for first, end in spans]).to(device)
+        nll_T = token_nll(hidden_TD, model.language_model.lm_head.weight, targets_T).double()
+        nll += float((nll_T * counted_T).sum())
+        num_tokens += int(counted_T.sum())
+        num_bytes += int(stream.num_bytes_W[targets_T[counted_T > 0].cpu()].sum())
         lanes = [
             (read, end, state.sequence(s))
             for s, ((_, read), (_, end, _)) in enumerate(zip(spans, lanes, strict=True))
@@ -87,7 +90,13 @@ def excerpt(stream: TokenStream, num_tokens: int, piece_len: int) -> TokenStream
             taken += end - first
         passed += end - first
     parts = [stream.ids_T[first : end + 1] for first, end in chosen]
+    weight_T = stream.weight_T
     starts = [0]
     for part in parts:
         starts.append(starts[-1] + len(part))
-    return TokenStream(ids_T=torch.cat(parts), starts=tuple(starts), num_bytes_W=stream.num_bytes_W)
+    return TokenStream(
+        ids_T=torch.cat(parts),
+        starts=tuple(starts),
+        num_bytes_W=stream.num_bytes_W,
+        weight_T=None if weight_T is None else torch.cat([weight_T[first : end + 1] for first, end in chosen]),
+    )

@@ -40,7 +40,7 @@ class Source(Protocol):
     """Where the loop gets a step's micro-batches: a `Loader`."""
 
     def __next__(self) -> list[Batch]: ...
-    def enter_stage(self, index: int, max_len: int) -> None: ...
+    def enter_stage(self, index: int, max_len: int) -> bool: ...
 
 
 class Keeper(Protocol):
@@ -53,6 +53,9 @@ class Keeper(Protocol):
 
     def plan(self, num_steps: int) -> None:
         """The number of steps is known from here on."""
+
+    def begin_stage(self) -> None:
+        """The next step is the first of a stage that is not the first one."""
 
     def save(self, progress: Progress) -> None: ...
 
@@ -112,7 +115,8 @@ def train_loop(
                 for group in optimiser.param_groups:
                     group["lr"] = group["full_lr"] * factor
             stage = stage_at(stages, step, num_steps)
-            source.enter_stage(stage, stages[stage].max_len)
+            if source.enter_stage(stage, stages[stage].max_len):
+                keeper.begin_stage()
             due = num_steps is not None and _eval_due(step, num_steps, num_evals)
             result = make_step(next(source), look=keeper.look if due else None)
             step_end_s = clock()

@@ -6,7 +6,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import trivium
 from trivium.checkpoint.published import write_published
@@ -24,7 +25,7 @@ from trivium.config import K3Config
 from trivium.data.batch import Batch
 from trivium.data.loader import Loader
 from trivium.data.pack import Stream, TokenStream, make_batch, pieces
-from trivium.model.init import initialise_
+from trivium.model.init import copy_weights_, initialise_
 from trivium.model.kimi_k3 import KimiK3
 from trivium.ops import cpu
 from trivium.parallel.fsdp import gather_model, reshard_, shard_, share_of
@@ -61,6 +62,7 @@ class PretrainConfig:
     process), packed from pieces of documents that are as long as the step's stage says. `muon_lr` goes with the rule
     sqrt(max(1, out/in)); `weight_decay` is that of Muon's matrices, nothing else has one. `clip_norm` is the most that
     the gradient's norm may be, `logit_limit` the most an attention logit of an MLA head may; None: no limit.
+    `whole`: no document is cut, a stage has those that are not longer, and a micro-batch as many as fit.
     `compute_dtype` is what the matrices are multiplied in; weights, moments and what the model keeps in float32 stay
     float32. `num_evals` times on the way `eval_tokens` tokens of the held-out text are scored; None: twice a minute, or
     every 50 steps of a given number, but 2 to 50 times.
@@ -72,6 +74,7 @@ class PretrainConfig:
     batch_tokens: int = 2048
     micro_tokens: int | None = None
     stages: tuple[Stage, ...] = (Stage(max_len=256, share=1.0),)
+    whole: bool = False
     muon_lr: float = 0.02
     adamw_lr: float = 6e-3
     muon_momentum: float = 0.95
@@ -212,9 +215,12 @@ def pretrain(
     about: dict[str, Any],
     console: Console,
     yardstick: str = "",
+    weights: Mapping[str, Tensor] | None = None,
     world: World = ALONE,
 ) -> PretrainResult:
     """Train a model from its initialisation, or from the newest resume point of the folder, and write the checkpoint.
+
+    `weights` are the state dict of a model of this config that the run begins with, in place of the initialisation.
 
     `about` are fields of run.json that the caller knows: the command, and what the text was. Whatever way the process
     ends, what the last resume point holds is kept; a run that is asked to stop leaves a resume point and a checkpoint.
@@ -224,11 +230,17 @@ def pretrain(
     """
     if len(train.num_bytes_W) != config.model.vocab_size:
         raise ValueError(f"tokenizer: {len(train.num_bytes_W)} ids, but vocab_size is {config.model.vocab_size}")
+    longest = int(numpy.diff(train.starts).max(initial=1)) - 1
+    if config.whole and longest > config.stages[-1].max_len:
+        raise ValueError(
+            f"stages: the longest document has {longest:,} tokens, wanted at most {config.stages[-1].max_len:,}: it would "
+            "never be read; give a longer last stage, or shorter documents"
+        )
     cpu.keep_memory()
     say = sayer(console)
     there = world.from_first(read_run(folder) if world.is_first and (folder / RUN).exists() else {})
     num_micro = config.num_micro(world, _micro_tokens(there, folder))
-    learner, make_step = _build(config, train, num_micro, world, say)
+    learner, make_step = _build(config, train, num_micro, weights, world, say)
     console.print(groups_table(learner.groups))
 
     here = _here(config, world, num_micro)
@@ -243,7 +255,7 @@ def pretrain(
         start = restore_(point, learner, num_steps)
         say(f"going on from step {start.step} of {start.num_steps or '?'}")
 
-    part = excerpt(heldout, config.eval_tokens, _EXCERPT_LEN)
+    part = excerpt(heldout, config.eval_tokens, max(_EXCERPT_LEN, config.stages[-1].max_len if config.whole else 0))
     begun_s = time.monotonic()
     now = score(learner.model, part)
     reshard_(learner.model)
@@ -311,7 +323,12 @@ def identity(config: PretrainConfig, fingerprint: str) -> dict[str, Any]:
 
 
 def _build(
-    config: PretrainConfig, train: Stream, num_micro: int, world: World, say: Callable[[str], None]
+    config: PretrainConfig,
+    train: Stream,
+    num_micro: int,
+    weights: Mapping[str, Tensor] | None,
+    world: World,
+    say: Callable[[str], None],
 ) -> tuple[Learner, Callable[..., StepResult]]:
     """All that a step moves, at its beginning, and the step."""
     compute_dtype = None if config.compute_dtype == "float32" else getattr(torch, config.compute_dtype)
@@ -320,7 +337,10 @@ def _build(
     recomputed = checkpoint_layers(model) if config.checkpoint_layers else None
     shard_(model, world)
     model.to_empty(device=world.device)
-    initialise_(model, config.seed, place=share_of)
+    if weights is None:
+        initialise_(model, config.seed, place=share_of)
+    else:
+        copy_weights_(model, weights, place=share_of)
     groups = parameter_groups(
         model,
         muon_lr=config.muon_lr,
@@ -341,6 +361,7 @@ def _build(
             num_micro=num_micro,
             seed=config.seed,
             source=config.recipe,
+            whole=config.whole,
             rank=world.rank,
             num_ranks=world.size,
             workers=config.workers,
@@ -398,6 +419,9 @@ class _Keeper:
         if self._world.is_first:
             update_run(self._folder, planned_steps=num_steps)
         self._say(f"{num_steps} steps fit into the time; from here on their number counts, and not the clock")
+
+    def begin_stage(self) -> None:
+        self._learner.guard.forget()
 
     def save(self, progress: Progress) -> None:
         what = _spoilt(self._learner, self._world, self._heldout)
@@ -479,6 +503,5 @@ def _begin(folder: Path, config: PretrainConfig, tokenizer: SavedTokenizer | Non
         model=config.model.to_json(),
         planned_steps=config.length.num_steps,
         finished=False,
-        chat_format=None,
-        **about,
+        **{"chat_format": None, **about},
     )

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from trivium.chat.vocabulary import CONFIG_FILE, RANKS_FILE
-from trivium.data.corpus import HELDOUT_FILE, TOKENS
+from trivium.data.corpus import HELDOUT_FILE, HELDOUT_TOKENS, TOKENS
 
 RUN = "run.json"
 # What a run writes before its run.json is there, the held-out text first: all that is left of one killed before that.
-_BEGINNING = {HELDOUT_FILE, TOKENS, RANKS_FILE, CONFIG_FILE, RUN}
+_BEGINNING = {HELDOUT_FILE, HELDOUT_TOKENS, TOKENS, RANKS_FILE, CONFIG_FILE, RUN}
 _ABSENT = object()
 
 
@@ -118,7 +118,7 @@ def _why_not(folder: Path, handle: int, same: dict[str, Any]) -> tuple[str | Non
         return "another process is writing to it", True
     if not (folder / RUN).exists():
         names = {path.name.removesuffix(".part") for path in folder.iterdir()}
-        ours = not names or (names <= _BEGINNING and not names.isdisjoint({HELDOUT_FILE, TOKENS}))
+        ours = not names or (names <= _BEGINNING and not names.isdisjoint({HELDOUT_FILE, HELDOUT_TOKENS, TOKENS}))
         return (None if ours else "is there already and holds no run"), False
     there = read_run(folder)
     if there.get("finished") is not False:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+# A run by the clock knows its number of steps after a twelfth of its time or so, and is in its first stage until then.
+FIRST_BY_CLOCK = 0.1
 # Of the sum of the shares: what rounding to a few digits may cost.
 _TOLERANCE = 1e-6
 
@@ -46,7 +48,8 @@ PAPER_STAGES = (
 def check_stages(stages: Sequence[Stage], num_steps: int | None) -> None:
     """Raises ValueError where the stages are no curriculum, or none of a run of `num_steps`.
 
-    Lengths rise, shares sum to 1, and each stage gets a step. `num_steps` None, as by the clock: there is one stage.
+    Lengths rise, shares sum to 1, and each stage gets a step. `num_steps` None, as by the clock: the first stage has at
+    least a tenth.
     """
     if not stages:
         raise ValueError("stages: wanted at least one, got none")
@@ -56,17 +59,17 @@ def check_stages(stages: Sequence[Stage], num_steps: int | None) -> None:
     total = math.fsum(stage.share for stage in stages)
     if abs(total - 1) > _TOLERANCE:
         raise ValueError(f"stages: wanted shares that sum to 1, those of {len(stages)} stages sum to {total:.9g}")
-    if num_steps is None and len(stages) > 1:
+    if num_steps is None and stages[0].share < FIRST_BY_CLOCK:
         raise ValueError(
-            f"stages: a run by the clock does not know when the {len(stages)} stages change; give the number of steps, "
-            "or one stage"
+            f"stages: a run by the clock does not know at first when the {len(stages)} stages change; give the number of "
+            f"steps, or a first stage of at least {FIRST_BY_CLOCK:g}, got {stages[0].share:g}"
         )
     if num_steps is not None and num_steps < len(stages):
         raise ValueError(f"stages: {len(stages)} stages want a step each, the run has {num_steps}")
 
 
 def stage_at(stages: Sequence[Stage], step: int, num_steps: int | None) -> int:
-    """The index of the stage that step `step`, counted from 1, of `num_steps` belongs to."""
+    """The index of the stage that step `step`, counted from 1, of `num_steps` belongs to; None: not known yet, the first."""
     if num_steps is None:
         check_stages(stages, None)
         return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from trivium.data.batch import Batch
 from trivium.model.kimi_k3 import KimiK3
@@ -87,7 +88,7 @@ def train_step(
         hidden_TD, _ = model(batch.ids_T, batch.rows, pixels=batch.pixels)
         share = batch.weight_T.sum() / total_weight
         penalty = balancer.observe(model, batch.weight_T > 0)
-        nll = cross_entropy(hidden_TD, model.language_model.lm_head.weight, batch.targets_T, batch.weight_T)
+        nll = _weighted_nll(hidden_TD, model, batch)
         batch_loss = nll / total_weight
         (batch_loss if penalty is None else batch_loss + share * penalty).backward()
         own_loss += batch_loss.item()
@@ -112,6 +113,15 @@ def train_step(
     _let_go(optimisers)
     clipped_heads = clip_logits_(model, logit_limit, world) if logit_limit is not None else 0
     return StepResult(**about, balance=balancer.update_(model), clipped_heads=clipped_heads)
+
+
+def _weighted_nll(hidden_TD: Tensor, model: KimiK3, batch: Batch) -> Tensor:
+    """Σ weight·nll of the batch. A target of weight 0 is left out: where two thirds are, so are two thirds of the logits."""
+    counted_T = batch.weight_T > 0
+    targets_T, weight_T = batch.targets_T, batch.weight_T
+    if not bool(counted_T.all()):
+        hidden_TD, targets_T, weight_T = hidden_TD[counted_T], targets_T[counted_T], weight_T[counted_T]
+    return cross_entropy(hidden_TD, model.language_model.lm_head.weight, targets_T, weight_T)
 
 
 def _check_batches(batches: Sequence[Batch], world: World) -> None:
