@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import trivium
-from trivium.cli import convert, cost, doctor, generate, lab, plot, quickstart, train
+from trivium.cli import chat, convert, cost, data, doctor, generate, lab, parse, plot, quickstart, render, sft, train
 
 
 class OneLineErrors(TyperGroup):
@@ -44,11 +44,16 @@ app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False,
 TRAIN, USE, KNOW = "Train a model", "Use a model", "What it takes"
 app.command(rich_help_panel=TRAIN)(quickstart.quickstart)
 app.command(rich_help_panel=TRAIN)(train.train)
+app.command(rich_help_panel=TRAIN)(sft.sft)
+app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
 app.command(rich_help_panel=TRAIN)(plot.plot)
 app.command(rich_help_panel=TRAIN)(lab.lab)
+app.command(rich_help_panel=USE)(chat.chat)
 app.command(rich_help_panel=USE)(generate.generate)
 app.command(rich_help_panel=USE)(convert.convert)
 app.add_typer(cost.app, name="cost", rich_help_panel=KNOW)
+app.command(rich_help_panel=KNOW)(render.render)
+app.command(rich_help_panel=KNOW)(parse.parse)
 app.command(rich_help_panel=KNOW)(doctor.doctor)
 
 
