@@ -281,8 +281,8 @@ def test_a_table_has_a_column_for_each_model():
     console.print(table(reports))
     rows = [[cell.strip() for cell in line.split("│")] for line in console.export_text().splitlines() if "│" in line]
     assert [row[1:-1] for row in rows] == [
-        ["talk", "100.0  50.0  25.0", "100.0  50.0  25.0"],
         ["days", "-", "100.0  50.0  25.0"],
+        ["talk", "100.0  50.0  25.0", "100.0  50.0  25.0"],
         ["tokens: low, high, max", "5 31", "-"],
     ]
 

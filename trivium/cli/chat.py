@@ -28,9 +28,7 @@ class EffortChoice(StrEnum):
 
 
 def chat(
-    run: Annotated[
-        Path | None, typer.Argument(help="a run's folder, or one in the released layout; else the shipped nano-chat")
-    ] = None,
+    run: Annotated[Path, typer.Argument(help="a run's folder, or one in the released layout")],
     effort: Annotated[EffortChoice, typer.Option(help="how long it thinks")] = EffortChoice.high,
     thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="whether it thinks at all")] = True,
     tools: Annotated[bool, typer.Option("--tools/--no-tools", help="whether it may call the built-in tools")] = True,
@@ -55,23 +53,21 @@ def chat(
     from trivium.chat.message import Conversation, Options
     from trivium.chat.message import system as system_message
     from trivium.cli.command import check_finished
-    from trivium.cli.tokens import SHIPPED
     from trivium.envs.synth.tools import TOOLS, office
     from trivium.model.sample import check_sampling
 
-    folder = SHIPPED if run is None else run
-    check_finished(folder)
+    check_finished(run)
     check_sampling(temperature, top_p)
-    model = load(folder, device=device, dtype=dtype)
+    model = load(run, device=device, dtype=dtype)
     if model.tokenizer is None:
-        raise ValueError(f"{folder}: has no tokenizer, so it cannot be talked to")
-    _check_taught(folder)
+        raise ValueError(f"{run}: has no tokenizer, so it cannot be talked to")
+    _check_taught(run)
     console = Console(highlight=False, soft_wrap=True, emoji=False)  # what the model says is printed as it says it
     asked = sys.stdin.isatty()
     toolbox = office()
     if asked:
         console.print(
-            _welcome(folder, model, [person.name for person in toolbox.people], tools), markup=False, style="dim"
+            _welcome(run, model, [person.name for person in toolbox.people], tools), markup=False, style="dim"
         )
     start = Conversation(
         messages=() if system is None else (system_message(system),),
@@ -254,16 +250,10 @@ def _check_taught(folder: Path) -> None:
 
 
 def _welcome(folder: Path, model: Model, people: list[str], tools: bool) -> str:
-    from trivium.cli.tokens import SHIPPED
     from trivium.cost.params import count_params
 
     size = f"{count_params(model.config).total / 1e6:,.1f} million parameters"
     lines = [f"{folder.name}, {size}"]
-    if folder == SHIPPED:
-        lines.append(
-            "A K3 in small, trained in less than an hour on generated conversations: it does arithmetic, units, dates and\n"
-            "look-ups through tools, and knows nothing of the world. What it was scored at is in docs/chat.md."
-        )
     if tools:
         lines.append(f"Try: What is 372 times 48? | How many feet are 12 meters? | Which room has {people[0]}?")
         lines.append(f"People: {', '.join(people)}")

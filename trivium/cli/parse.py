@@ -21,9 +21,7 @@ def parse(
     ids: Annotated[
         Path, typer.Argument(help="a list of token ids as JSON, or an object with ids; - for standard input")
     ],
-    run: Annotated[
-        Path | None, typer.Option(help="whose tokenizer: a run, or a released folder; else the shipped model's")
-    ] = None,
+    run: Annotated[Path, typer.Option(help="whose tokenizer: a run, or a released folder")],
     what: Annotated[
         What, typer.Option("--as", help="an answer behind a prompt that opened think, or response; or a whole prompt")
     ] = What.think,
@@ -36,14 +34,14 @@ def parse(
     from trivium.chat.parse import parse as parsed
     from trivium.chat.tokenizer import Tokenizer
     from trivium.chat.transcript import read_transcript
-    from trivium.cli.tokens import read_json, tokenizer_folder
+    from trivium.cli.tokens import read_json
 
     body = read_json(ids)
     if isinstance(body, dict):
         body = body.get("ids")
     if not isinstance(body, list) or not all(type(id_) is int for id_ in body):
         raise ValueError(f"{ids}: wanted a list of token ids, or an object with ids")
-    tokenizer = Tokenizer.from_folder(tokenizer_folder(run))
+    tokenizer = Tokenizer.from_folder(run)
     if what is What.prompt:
         transcript = read_transcript(body, tokenizer)
         content = {

@@ -11,9 +11,7 @@ import typer
 
 def render(
     messages: Annotated[Path, typer.Argument(help="a Chat Completions request as JSON, - for standard input")],
-    run: Annotated[
-        Path | None, typer.Option(help="whose tokenizer: a run, or a released folder; else the shipped model's")
-    ] = None,
+    run: Annotated[Path, typer.Option(help="whose tokenizer: a run, or a released folder")],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object with the ids")] = False,
 ) -> None:
     """Show a conversation in K3's chat format, each segment as it is encoded.
@@ -27,7 +25,7 @@ def render(
     from trivium.chat.render import Renderer, shown
     from trivium.chat.render import render as rendered
     from trivium.chat.tokenizer import Tokenizer
-    from trivium.cli.tokens import coloured, read_json, tokenizer_folder
+    from trivium.cli.tokens import coloured, read_json
 
     body = read_json(messages)
     if isinstance(body, list):
@@ -38,7 +36,7 @@ def render(
     if not isinstance(answer, bool):
         raise ValueError(f"{messages}: add_generation_prompt: wanted true or false, got {answer!r}")
     rendering = rendered(read_request(body), answer=answer)
-    renderer = Renderer(Tokenizer.from_folder(tokenizer_folder(run)))
+    renderer = Renderer(Tokenizer.from_folder(run))
     prompt = renderer.encode(rendering)
     if as_json:
         content = {

@@ -10,17 +10,10 @@ from typing import Any
 
 from rich.text import Text
 
-import trivium
 from trivium.chat.render import Renderer
 
-SHIPPED = Path(trivium.__file__).parent / "shipped" / "nano-chat"
 CONTROL = "bold magenta"
 PIECES = ("black on #cfe8cf", "black on #cfdff5")
-
-
-def tokenizer_folder(run: Path | None) -> Path:
-    """The folder whose tokenizer is meant."""
-    return SHIPPED if run is None else run
 
 
 def read_json(path: Path) -> Any:

@@ -134,7 +134,8 @@ def table(reports: Mapping[str, ChatReport]) -> Table:
     shown.add_column("")
     for name in reports:
         shown.add_column(name, justify="right")
-    for row in dict.fromkeys(row for found in reports.values() for row in found.scores):
+    there = {row for found in reports.values() for row in found.scores}
+    for row in (row for row in (*KINDS, "with tools", "without tools", "all") if row in there):
         cells = []
         for found in reports.values():
             score = found.scores.get(row)
