@@ -23,8 +23,9 @@ ADD = {
 
 @cache
 def tokenizer_of(num_ranks: int, num_dialogues: int = 40) -> Tokenizer:
-    """Trained on generated dialogues, so that what stands in a frame is few tokens."""
-    return train_tokenizer([render(dialogue(seed).conversation).text for seed in range(num_dialogues)], num_ranks)
+    """Trained on generated dialogues, so that what stands in a frame is few tokens; " [/]" is one."""
+    texts = [render(dialogue(seed).conversation).text for seed in range(num_dialogues)]
+    return train_tokenizer([*texts, " [/]" * 300 * num_dialogues], num_ranks)
 
 
 def plain(number: int) -> dict[str, Any]:

@@ -174,7 +174,8 @@ def test_how_it_is_sampled_reaches_the_model_and_each_answer_has_a_seed_of_its_o
 
 
 def test_what_looks_like_markup_is_printed_as_it_is(talk):
-    word = "[red]x[/red] [bold :smile: \\[a] " + "long " * 60
+    word = "[red]x[/red] [/] [bold :smile: \\[a] " + "long " * 60
+    assert len(TOKENIZER.encode(" [/]")) == 1  # which, as markup, closes what nobody opened
     out, _ = talk(["Say it."], [said(word, reasoning=f"They want {word}")])
     assert out == f"They want {word}\n{word}\n"
     out, _ = talk(["Find it."], [called("find_person", name="[red]:smile:"), said("No.")])
@@ -233,7 +234,7 @@ def test_who_calls_without_an_end_is_stopped(talk):
 @pytest.mark.parametrize(
     ("ids", "word"),
     [
-        (called("fly", place="Rome"), "(a call that is not made: undeclared tool 'fly')"),
+        (called("fly[/]", place="Rome"), "(a call that is not made: undeclared tool 'fly[/]')"),
         (
             said(tool_calls=[ToolCall(id="x", name="weekday", arguments="soon")]),
             "(a call that is not made: no JSON object in json)",
@@ -253,8 +254,9 @@ def test_without_tools_no_call_is_made(talk):
 
 def test_what_has_no_place_in_an_answer_is_told(talk):
     ids = said("Yes.")
-    out, _ = talk(["One."], [[*ids[:-1], TOKENIZER.special_ids["[UNK]"], ids[-1]]])
-    assert "(stray end: '[UNK]')" in out and "Yes." in out
+    stray = TOKENIZER.encode_control("<|open|>[red]<|sep|>")
+    out, _ = talk(["One."], [[*stray, *ids[:-1], TOKENIZER.special_ids["[UNK]"], ids[-1]]])
+    assert "(stray marker: '<|open|>[red]<|sep|>')" in out and "(stray end: '[UNK]')" in out and "Yes." in out
 
 
 def test_an_answer_that_is_cut_says_so(talk):
