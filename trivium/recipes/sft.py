@@ -112,7 +112,7 @@ def from_path(path: Path) -> ChatData:
 def nano_chat(*, minutes: float | None = None, num_steps: int | None = None, seed: int = 0) -> PretrainConfig:
     """A quickstart's model on generated dialogues, 2,048 tokens a step.
 
-    The first tenth is drills of copying alone: without them, 1,000 steps of dialogues taught it not one argument; with
+    The first quarter is drills of copying alone: without any, 1,000 steps of dialogues taught it not one argument; with
     200 steps of them first, 40% of the calls were right after 660.
     """
     return PretrainConfig(
