@@ -57,11 +57,11 @@ def chat(
     from trivium.model.sample import check_sampling
 
     check_finished(run)
+    _check_taught(run)
     check_sampling(temperature, top_p)
     model = load(run, device=device, dtype=dtype)
     if model.tokenizer is None:
         raise ValueError(f"{run}: has no tokenizer, so it cannot be talked to")
-    _check_taught(run)
     console = Console(highlight=False, soft_wrap=True, emoji=False)  # what the model says is printed as it says it
     asked = sys.stdin.isatty()
     toolbox = office()
@@ -142,7 +142,8 @@ class Talk:
 
         conversation = _with(self.conversation, user(text))
         for _ in range(MAX_MESSAGES):
-            answer = self._answer(conversation)
+            asked = conversation
+            answer = self._answer(asked)
             calls = [call for call in answer.calls if call.executable]
             if answer.finish_reason != "tool_calls" or not calls:
                 break
@@ -154,6 +155,7 @@ class Talk:
             conversation = _with(conversation, answer.message(), *results)
         else:
             self._console.print("(no more tools: it called them without an end)", style="dim")
+            conversation = asked  # its last words are kept, without the calls that led nowhere
         message = replace(answer.message(), tool_calls=())
         self.conversation = _with(conversation, message)
         return message.text
