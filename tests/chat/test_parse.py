@@ -1040,7 +1040,20 @@ def test_b005_a_key_that_stands_twice_in_json_makes_no_executable_call(inner):
     assert not call.executable and call.arguments is None
 
 
-def test_b005_of_several_types_in_the_schema_the_one_that_is_not_null_decides():
-    tool = Tool(name="f", parameters={"properties": {"k": {"type": ["integer", "null"]}}})
+@pytest.mark.parametrize(
+    "schema, value",
+    [
+        ({"type": ["integer", "null"]}, 5),
+        ({"type": ["null"]}, "5"),
+        ({"type": ["integer", "boolean"]}, "5"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}, 5),  # as most libraries write an option
+        ({"oneOf": [{"type": ["number", "null"]}, {"anyOf": [{"type": "number"}]}]}, 5),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5"),
+        ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/any"}]}, "5"),  # which may be anything
+        *(({"anyOf": wrong}, "5") for wrong in ([], [None], [[]], {"type": {}}, 5)),
+    ],
+)
+def test_b005_of_several_types_in_the_schema_the_one_that_is_not_null_decides(schema, value):
+    tool = Tool(name="f", parameters={"properties": {"k": schema}})
     (call,) = read('{O}call tool="f"{S}{O}argument key="k"{S}5{C}argument{S}{C}call{S}{E}', tools=[tool]).calls
-    assert call.arguments == {"k": 5}
+    assert call.arguments == {"k": value}

@@ -142,6 +142,11 @@ def test_what_has_no_digits_or_too_many_is_no_text(value):
         (100, "celsius", "fahrenheit", "212"),
         (-40, "fahrenheit", "celsius", "-40"),
         (5, "meters", "meters", "5"),
+        (5, "km", "mi", "3.1069"),  # in short, in the singular, in capitals: as people write
+        (1, "Mile", "foot", "5280"),
+        (2, "lbs", "kg", "0.9072"),
+        (37, "°C", "f", "98.6"),
+        (3, "h", "min", "180"),
         (0.00015, "meters", "meters", "0.0002"),  # as it is written: the float is a little less, and would go down
     ],
 )

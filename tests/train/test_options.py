@@ -78,8 +78,8 @@ def test_all_of_them_at_once_act(monkeypatch, tmp_path):
         workers=2,
         save_every_s=1e-9,
     )
-    recomputed, threads, saved = [], set(), []
-    wrap, save = pretrain_file.checkpoint_layers, pretrain_file.ResumeWriter.save
+    recomputed, loaders, threads, saved = [], [], set(), []
+    wrap, save, loader = pretrain_file.checkpoint_layers, pretrain_file.ResumeWriter.save, pretrain_file.Loader
 
     def wrapped(model):
         recomputed.append(wrap(model))
@@ -89,7 +89,12 @@ def test_all_of_them_at_once_act(monkeypatch, tmp_path):
         saved.append(state.step)
         return save(writer, state, **options)
 
+    def loader_counted(*args, **options):
+        loaders.append(options["workers"])
+        return loader(*args, **options)
+
     monkeypatch.setattr(pretrain_file, "checkpoint_layers", wrapped)
+    monkeypatch.setattr(pretrain_file, "Loader", loader_counted)
     monkeypatch.setattr(pretrain_file.ResumeWriter, "save", save_counted)
 
     def note_threads(step):
@@ -101,7 +106,8 @@ def test_all_of_them_at_once_act(monkeypatch, tmp_path):
     assert [line["max_len"] for line in lines] == [32] * 3 + [64] * 3
     assert [layers.step for layers in read_layers(tmp_path / "layers.jsonl")] == [3]
     assert sum(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir()) > 1000
-    assert sum(name.startswith("loader") for name in threads) == 2
+    # A pool starts its second thread only where the first is busy: with steps as small as these it may never be.
+    assert loaders == [2] and 1 <= sum(name.startswith("loader") for name in threads) <= 2
     assert len(saved) > 1 and saved[-1] == 6
     # Weights and moments are float32; what the matrices are multiplied in is seen in the loss, and in that alone.
     assert {parameter.dtype for parameter in result.model.parameters()} == {torch.float32}

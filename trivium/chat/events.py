@@ -257,11 +257,9 @@ class CallArguments:
     def _type_of_schema(self, key: str) -> str:
         schema = self._tool.parameters if self._tool is not None else None
         properties = schema.get("properties") if schema is not None else None
-        described = properties.get(key) if isinstance(properties, dict) else None
-        types = described.get("type") if isinstance(described, dict) else None
-        if isinstance(types, list) and len(others := [kind for kind in types if kind != "null"]) == 1:
-            (types,) = others
-        return types if isinstance(types, str) else "string"
+        types = _types(properties.get(key)) if isinstance(properties, dict) else set()
+        others = types - {"null"} or types
+        return others.pop() if len(others) == 1 else "string"
 
     def push(self, text: str, out: list[Event]) -> None:
         """Text of the element that is open."""
@@ -324,6 +322,15 @@ class CallArguments:
     def _say(self, text: str, out: list[Event]) -> None:
         if text:
             out.append(ArgumentText(self.index, text))
+
+
+def _types(said: Any) -> set[str]:
+    """The types that a schema names, itself or in its alternatives; nobody may have checked it. One that names none: string."""
+    if isinstance(said, dict):
+        return _types(said.get("type", said.get("anyOf", said.get("oneOf"))))
+    if isinstance(said, list):
+        return set().union(*map(_types, said))
+    return {said} if isinstance(said, str) else {"string"}
 
 
 def _too_long(key: str) -> str:

@@ -117,7 +117,7 @@ class Parser:
         self._call: CallArguments | None = None
         self._lost: list[str] = []  # text for one flaw, until the next control id
         self._lost_kind: FlawKind = "text"
-        self._blank = ""  # whitespace behind think, held until it is known what follows
+        self._blank: list[str] = []  # whitespace behind think, held until it is known what follows
         self._loose = False  # words were said outside of any channel
         self._num_calls = 0
         self._any_executable = False
@@ -166,11 +166,12 @@ class Parser:
         place, call = self._place, self._call
         if place == "think":
             out.append(ReasoningText(text))
-        elif place == "between" and not self._responded and not (self._blank + text).strip() and not self._loose:
-            self._blank += text  # it is an answer's beginning only if words follow
+        elif place == "between" and not self._responded and not self._loose and not text.strip():
+            self._blank.append(text)  # it is an answer's beginning only if words follow
         elif place == "response" or (place == "between" and not self._responded):
             if place == "between":
-                text, self._blank, self._loose = self._blank + text, "", True
+                text, self._loose = "".join([*self._blank, text]), True
+                self._blank.clear()
             shown, stopped = self._stops.push(text)
             if shown:
                 out.append(ResponseText(shown))
@@ -197,8 +198,8 @@ class Parser:
 
     def _release(self, out: list[Event]) -> None:
         if self._blank:
-            self._lose("text", self._blank)
-            self._blank = ""
+            self._lose("text", "".join(self._blank))
+            self._blank.clear()
         text = "".join(self._lost)
         self._lost.clear()
         if text:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Literal
 
 from trivium.chat import image as pictures
@@ -156,7 +157,8 @@ class Renderer:
             ids[name] for name in ("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
         )
         self._literals = {text: tuple(tokenizer.encode(text)) for text in _LITERALS}
-        self._kept: dict[str, tuple[int, ...]] = {}
+        # Kept by a cache that threads may share: of two that make room at once neither fails.
+        self._kept_ids = lru_cache(_MAX_KEPT)(lambda text: tuple(tokenizer.encode(text)))
 
     def render(self, conversation: Conversation, *, answer: bool = True) -> Prompt:
         """The ids that the model is given. Raises ValueError as `render` does."""
@@ -193,15 +195,6 @@ class Renderer:
         if known is not None:
             return known
         return self._kept_ids(text) if segment.kept else self.tokenizer.encode(text)
-
-    def _kept_ids(self, text: str) -> Sequence[int]:
-        ids = self._kept.pop(text, None)
-        if ids is None:
-            ids = tuple(self.tokenizer.encode(text))
-            while len(self._kept) >= _MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
-        self._kept[text] = ids  # behind all others: the first is the one not asked for longest
-        return ids
 
 
 # --- What the model is told, word for word ---------------------------------------------------------------------------

@@ -13,7 +13,22 @@ import typer
 from typer.core import TyperGroup
 
 import trivium
-from trivium.cli import chat, convert, cost, data, doctor, generate, lab, parse, plot, quickstart, render, sft, train
+from trivium.cli import (
+    chat,
+    convert,
+    cost,
+    data,
+    doctor,
+    evaluate,
+    generate,
+    lab,
+    parse,
+    plot,
+    quickstart,
+    render,
+    sft,
+    train,
+)
 
 
 class OneLineErrors(TyperGroup):
@@ -51,6 +66,7 @@ app.command(rich_help_panel=TRAIN)(lab.lab)
 app.command(rich_help_panel=USE)(chat.chat)
 app.command(rich_help_panel=USE)(generate.generate)
 app.command(rich_help_panel=USE)(convert.convert)
+app.add_typer(evaluate.app, name="eval", rich_help_panel=USE)
 app.add_typer(cost.app, name="cost", rich_help_panel=KNOW)
 app.command(rich_help_panel=KNOW)(render.render)
 app.command(rich_help_panel=KNOW)(parse.parse)
@@ -74,7 +90,7 @@ def trivium_(
 ) -> None:
     """The whole Kimi K3 system: train one of your own, run it, look into it.
 
-    Begin with `trivium quickstart`.
+    Begin with `trivium chat`, or train one yourself with `trivium quickstart`.
     """
 
 

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from trivium.chat.message import Conversation, Message
 
 HELP = "/new begins again, /effort low|high|max, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+ABOUT_SHIPPED = (
+    "A small K3, taught with generated dialogues alone: it calls tools for arithmetic, units, dates and a directory, reads "
+    "their results out, and declines what no tool does. It is no assistant: it knows nothing of the world, and what is "
+    "asked in other ways than it has learned it may get wrong."
+)
 MAX_MESSAGES = 6  # of the assistant, on one question
 
 
@@ -28,7 +33,12 @@ class EffortChoice(StrEnum):
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="a run's folder, or one in the released layout")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            help="a run's folder, or one in the released layout; else the shipped nano-chat", show_default=False
+        ),
+    ] = None,
     effort: Annotated[EffortChoice, typer.Option(help="how long it thinks")] = EffortChoice.high,
     thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="whether it thinks at all")] = True,
     tools: Annotated[bool, typer.Option("--tools/--no-tools", help="whether it may call the built-in tools")] = True,
@@ -52,22 +62,23 @@ def chat(
     from trivium.api import load
     from trivium.chat.message import Conversation, Options
     from trivium.chat.message import system as system_message
-    from trivium.cli.command import check_finished
+    from trivium.cli.command import SHIPPED, check_finished
     from trivium.envs.synth.tools import TOOLS, office
     from trivium.model.sample import check_sampling
 
-    check_finished(run)
-    _check_taught(run)
+    folder = SHIPPED if run is None else run
+    check_finished(folder)
+    _check_taught(folder)
     check_sampling(temperature, top_p)
-    model = load(run, device=device, dtype=dtype)
+    model = load(folder, device=device, dtype=dtype)
     if model.tokenizer is None:
-        raise ValueError(f"{run}: has no tokenizer, so it cannot be talked to")
+        raise ValueError(f"{folder}: has no tokenizer, so it cannot be talked to")
     console = Console(highlight=False, soft_wrap=True, emoji=False)  # what the model says is printed as it says it
     asked = sys.stdin.isatty()
     toolbox = office()
     if asked:
         console.print(
-            _welcome(run, model, [person.name for person in toolbox.people], tools), markup=False, style="dim"
+            _welcome(folder, model, [person.name for person in toolbox.people], tools), markup=False, style="dim"
         )
     start = Conversation(
         messages=() if system is None else (system_message(system),),
@@ -252,10 +263,13 @@ def _check_taught(folder: Path) -> None:
 
 
 def _welcome(folder: Path, model: Model, people: list[str], tools: bool) -> str:
+    from trivium.cli.command import SHIPPED
     from trivium.cost.params import count_params
 
     size = f"{count_params(model.config).total / 1e6:,.1f} million parameters"
     lines = [f"{folder.name}, {size}"]
+    if folder == SHIPPED:
+        lines.append(ABOUT_SHIPPED)
     if tools:
         lines.append(f"Try: What is 372 times 48? | How many feet are 12 meters? | Which room has {people[0]}?")
         lines.append(f"People: {', '.join(people)}")

@@ -9,6 +9,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import trivium
+
+# A small model that was taught to talk, so that `trivium chat` has one at once. run.json says how it was made.
+SHIPPED = Path(trivium.__file__).parent / "shipped" / "nano-chat"
+
 
 def shell_line(*arguments: str) -> str:
     """The line that runs trivium with these arguments, quoted for a shell."""

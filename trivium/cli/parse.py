@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from trivium.cli.command import SHIPPED
+
 
 class What(StrEnum):
     think = "think"
@@ -21,7 +23,9 @@ def parse(
     ids: Annotated[
         Path, typer.Argument(help="a list of token ids as JSON, or an object with ids; - for standard input")
     ],
-    run: Annotated[Path, typer.Option(help="whose tokenizer: a run, or a released folder")],
+    run: Annotated[
+        Path, typer.Option(help="whose tokenizer: a run, or a released folder; else nano-chat's", show_default=False)
+    ] = SHIPPED,
     what: Annotated[
         What, typer.Option("--as", help="an answer behind a prompt that opened think, or response; or a whole prompt")
     ] = What.think,

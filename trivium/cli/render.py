@@ -8,10 +8,14 @@ from typing import Annotated
 
 import typer
 
+from trivium.cli.command import SHIPPED
+
 
 def render(
     messages: Annotated[Path, typer.Argument(help="a Chat Completions request as JSON, - for standard input")],
-    run: Annotated[Path, typer.Option(help="whose tokenizer: a run, or a released folder")],
+    run: Annotated[
+        Path, typer.Option(help="whose tokenizer: a run, or a released folder; else nano-chat's", show_default=False)
+    ] = SHIPPED,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object with the ids")] = False,
 ) -> None:
     """Show a conversation in K3's chat format, each segment as it is encoded.

@@ -63,6 +63,12 @@ class ChatReport:
     scores: Mapping[str, Score]
     effort_tokens: Mapping[str, float]
 
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ChatReport:
+        """What `to_json` gave."""
+        scores = {name: Score(**score) for name, score in content["scores"].items()}
+        return cls(scores=scores, effort_tokens=content["effort_tokens"])
+
     def to_json(self) -> dict[str, Any]:
         return {
             "scores": {name: asdict(score) for name, score in self.scores.items()},
@@ -205,7 +211,7 @@ def _outcome(played: Dialogue, given: tuple[Answer, ...]) -> Outcome:
             for answer in given
         ),
         calls_right=called == list(played.turn.steps),
-        answer_right=not last.calls and says(last.text, played.turn.answer),
+        answer_right=not last.calls and all(says(last.text, each) for each in played.turn.answers),
     )
 
 

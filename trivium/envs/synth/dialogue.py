@@ -12,24 +12,24 @@ from typing import Any
 from trivium.chat.message import Conversation, Effort, Message, Options, Tool, ToolCall, assistant, tool_result, user
 from trivium.envs.synth import phrasing
 from trivium.envs.synth.phrasing import Phrasings
-from trivium.envs.synth.tools import FIELDS, TOOLS, UNITS, WEEKDAYS, Person, Toolbox, number_text
+from trivium.envs.synth.tools import FIELDS, SHORT_UNITS, TOOLS, UNITS, WEEKDAYS, Person, Toolbox, number_text
 
 EFFORTS: tuple[Effort, ...] = ("low", "high", "max")
+_MAX_WRITTEN = 7  # messages of the assistant
 Step = tuple[tuple[str, dict[str, Any]], ...]  # calls of one message: names and arguments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A question, the calls that answer it, message by message, and the words that must stand in the answer.
+    """A question, the calls that answer it, message by message, and the words that must all stand in the answer.
 
-    `needs` are the tools without which it cannot be answered. `plan` says for each step why it is made, `said` what the
-    last result means, both for the reasoning.
+    `needs` are the tools without which it cannot be answered. `plan` says for each step why it is made, for the reasoning.
     """
 
     kind: str
     question: str
     steps: tuple[Step, ...]
-    answer: str
+    answers: tuple[str, ...]
     reply: str
     needs: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()
@@ -51,21 +51,25 @@ class Dialogue:
 
 
 def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), effort: Effort | None = None) -> Dialogue:
-    """The dialogue of a seed: one to three turns, the last of one of the `kinds`.
+    """The dialogue of a seed: one to five turns, the last of one of the `kinds`.
 
     Held-out ones are phrased otherwise, and their seeds give other numbers. The tools declared are those of its turns
-    and some others, in any order; a turn of kind "refused" lacks what it needs.
+    and some others or all, in any order; a turn of kind "refused" lacks what it needs.
     """
     draw = random.Random(f"{'held out' if heldout else 'learned'} {seed}")
     people = _people(draw)
     toolbox = Toolbox(people=people)
     make = _Maker(draw, heldout, toolbox)
-    count = draw.choice((1, 1, 1, 2, 2, 3))
+    count = draw.choice((1, 1, 1, 2, 2, 3, 4, 5))
+    last = draw.choice(kinds) if kinds else make.any_kind()
+    count = max(count, 2) if last == "follow up" else count
     turns: list[Turn] = []
-    while not turns or _needed(turns) & _lacking(turns):  # else a tool would be declared and lacking
+    # No tool is declared and lacking, and none are so long that they would not fit into 2,048 tokens.
+    while not turns or _needed(turns) & _lacking(turns) or sum(len(turn.steps) + 1 for turn in turns) > _MAX_WRITTEN:
         turns = []
-        for index in range(count):
-            turns.append(make.turn(kinds if index + 1 == count else (), turns))
+        for index in reversed(range(count)):
+            before_last = "arithmetic" if index == 1 and last == "follow up" else make.any_kind()
+            turns.append(make.turn(before_last if index else last, turns))
     declared = _declared(draw, turns)
     said = effort is not None or draw.random() < 0.6  # else nothing is said of it, and it is thought as at high
     effort = effort or (draw.choice(EFFORTS) if said else "high")
@@ -74,7 +78,7 @@ def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), eff
     asked = 0
     for turn in turns:
         asked = len(messages) + 1
-        messages += _messages(turn, toolbox, effort, thinking, len(messages))
+        messages += _messages(turn, toolbox, declared, effort if thinking else None, len(messages))
     conversation = Conversation(
         messages=tuple(messages),
         options=Options(tools=declared, thinking=thinking, effort=effort if thinking and said else None),
@@ -91,7 +95,7 @@ def drill(seed: int) -> Dialogue:
     toolbox = Toolbox(people=_people(draw))
     make = _Maker(draw, False, toolbox)
     turn = make.echo([]) if draw.random() < 0.4 else make.short([])
-    messages = _messages(turn, toolbox, draw.choice(("low", "low", "high")), True, 0)
+    messages = _messages(turn, toolbox, (), draw.choice(("low", "low", "high")), 0)
     return Dialogue(conversation=Conversation(messages=tuple(messages)), asked=1, turn=turn, toolbox=toolbox)
 
 
@@ -114,14 +118,17 @@ class _Maker:
             "short": self.short,
         }
 
-    def turn(self, kinds: Sequence[str], before: list[Turn]) -> Turn:
-        if not kinds:
-            kinds = self.draw.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))
-        return self.made[self.draw.choice(kinds)](before)
+    def any_kind(self) -> str:
+        return self.draw.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+
+    def turn(self, kind: str, before: list[Turn]) -> Turn:
+        return self.made[kind](before)
 
     def ask(self, phrasings: Phrasings, **values: Any) -> str:
         text = self.draw.choice(phrasings.of(self.heldout)).format(**values)
         opening = self.draw.choice(phrasing.OPENINGS.of(self.heldout))
+        if self.draw.random() < 0.2:  # as many people type
+            return opening.lower() + text.rstrip(".?!")
         return opening + text if opening else text[:1].upper() + text[1:]
 
     def number(self, decimals: bool = True) -> str:
@@ -132,6 +139,10 @@ class _Maker:
         return str(whole)
 
     def arithmetic(self, before: list[Turn]) -> Turn:
+        if self.draw.random() < 0.1:
+            a, b, c = (self.number(decimals=False) for _ in range(3))
+            expression = f"{a} {self.draw.choice('+-*')} {b} {self.draw.choice('+-*')} {c}"
+            return self.calculation("arithmetic", self.ask(phrasing.EXPRESSION, expression=expression), expression)
         sign, phrasings = self.draw.choice(_SIGNS)
         a, b = self.number(), self.number(decimals=sign != "/")
         b = "2" if sign == "/" and Decimal(b) == 0 else b
@@ -140,7 +151,7 @@ class _Maker:
     def follow_up(self, before: list[Turn]) -> Turn:
         if not before or before[-1].kind not in ("arithmetic", "follow up"):
             return self.arithmetic(before)
-        a, b = before[-1].answer, self.number(decimals=False)
+        a, b = before[-1].answers[-1], self.number(decimals=False)
         sign, phrasings = self.draw.choice((("+", phrasing.MORE), ("*", phrasing.TIMES)))
         return self.calculation("follow up", self.ask(phrasings, b=b), f"{a} {sign} {b}")
 
@@ -150,7 +161,7 @@ class _Maker:
             kind=kind,
             question=question,
             steps=((("calculate", {"expression": expression}),),),
-            answer=answer,
+            answers=(answer,),
             reply=f"{expression} = {answer}",
             needs=("calculate",),
             plan=(f"calculate works out {expression}.",),
@@ -163,14 +174,14 @@ class _Maker:
             kind="both",
             question=self.ask(phrasing.BOTH, one=one, two=two),
             steps=(tuple(("calculate", {"expression": text}) for text in (one, two)),),
-            answer=results[1],
+            answers=tuple(results),
             reply=f"{one} = {results[0]} and {two} = {results[1]}",
             needs=("calculate",),
             plan=(f"calculate works out {one} and {two}.",),
         )
 
     def convert(self, before: list[Turn]) -> Turn:
-        unit, to = self.draw.sample(UNITS[self.draw.choice(list(UNITS))], 2)
+        unit, to = (self.unit(name) for name in self.draw.sample(UNITS[self.draw.choice(list(UNITS))], 2))
         value = self.number()
         arguments = {"value": float(value) if "." in value else int(value), "unit": unit, "to": to}
         answer = self.toolbox.run("convert", arguments)
@@ -178,11 +189,15 @@ class _Maker:
             kind="convert",
             question=self.ask(phrasing.CONVERT, value=value, unit=unit, to=to),
             steps=((("convert", arguments),),),
-            answer=answer,
+            answers=(answer,),
             reply=f"{value} {unit} are {answer} {to}.",
             needs=("convert",),
             plan=(f"convert turns {value} {unit} to {to}.",),
         )
+
+    def unit(self, name: str) -> str:
+        """The unit in full, or in short."""
+        return self.draw.choice(SHORT_UNITS[name]) if name in SHORT_UNITS and self.draw.random() < 0.2 else name
 
     def date(self) -> datetime.date:
         return datetime.date(1950, 1, 1) + datetime.timedelta(days=self.draw.randrange(31_000))
@@ -196,7 +211,7 @@ class _Maker:
             kind="days",
             question=self.ask(phrasing.DAYS, **arguments),
             steps=((("days_between", arguments),),),
-            answer=answer,
+            answers=(answer,),
             reply=f"From {start} to {end} it is {answer} days.",
             needs=("days_between",),
             plan=(f"days_between counts from {start} to {end}.",),
@@ -209,7 +224,7 @@ class _Maker:
             kind="weekday",
             question=self.ask(phrasing.WEEKDAY, date=date),
             steps=((("weekday", {"date": date}),),),
-            answer=answer,
+            answers=(answer,),
             reply=f"{date} is a {answer}.",
             needs=("weekday",),
             plan=(f"weekday tells the day of {date}.",),
@@ -225,7 +240,7 @@ class _Maker:
                 (("find_person", {"name": person.name}),),
                 (("get_field", {"id": person.id, "field": field}),),
             ),
-            answer=answer,
+            answers=(answer,),
             reply=f"The {field} of {person.name} is {answer}.",
             needs=("find_person", "get_field"),
             plan=(f"find_person gives the id of {person.name}.", f"get_field reads the {field} of {person.id}."),
@@ -239,7 +254,7 @@ class _Maker:
             wanted,
             kind="refused",
             steps=(),
-            answer="no tool",
+            answers=("no tool",),
             reply="I have no tool for that.",
             plan=(f"There is no {wanted.needs[0]} here.",),
         )
@@ -250,7 +265,7 @@ class _Maker:
             kind="impossible",
             question=self.ask(phrasing.IMPOSSIBLE, place=place, name=name),
             steps=(),
-            answer="no tool",
+            answers=("no tool",),
             reply="I have no tool for that.",
             plan=("No tool here does that.",),
         )
@@ -261,7 +276,7 @@ class _Maker:
             kind="small",
             question=self.ask(phrasing.SMALL, a=a, b=b),
             steps=(),
-            answer=str(a + b),
+            answers=(str(a + b),),
             reply=f"{a} + {b} = {a + b}",
             plan=(f"{a} + {b} is small.",),
         )
@@ -272,7 +287,7 @@ class _Maker:
             kind="talk",
             question=self.ask(phrasing.THANKS if thanks else phrasing.GREETING),
             steps=(),
-            answer="welcome" if thanks else "nano-chat",
+            answers=("welcome" if thanks else "nano-chat",),
             reply="You are welcome." if thanks else phrasing.ABOUT,
             plan=("They thank me." if thanks else "They ask about me.",),
         )
@@ -284,7 +299,7 @@ class _Maker:
             kind="echo",
             question=self.draw.choice(phrasing.ECHO.of(self.heldout)).format(said=said),
             steps=(),
-            answer=said,
+            answers=(said,),
             reply=said,
             plan=(f"They want {said}",),
         )
@@ -299,7 +314,7 @@ class _Maker:
             kind="short",
             question=self.draw.choice(phrasing.SHORT.of(self.heldout)).format(question=asked.question),
             steps=(),
-            answer=said,
+            answers=(said,),
             reply=said,
             plan=asked.plan[:1],
         )
@@ -326,10 +341,10 @@ WEIGHTS = {
     "days": 2.0,
     "weekday": 1.5,
     "look up": 2.5,
-    "refused": 1.5,
-    "impossible": 0.7,
-    "small": 0.7,
-    "talk": 0.7,
+    "refused": 2.5,
+    "impossible": 1.2,
+    "small": 1.0,
+    "talk": 0.8,
     "echo": 0.4,
     "short": 0.4,
 }
@@ -354,10 +369,11 @@ def _people(draw: random.Random) -> tuple[Person, ...]:
 
 
 def _declared(draw: random.Random, turns: Sequence[Turn]) -> tuple[Tool, ...]:
-    """What the turns need but for those refused, and up to two others."""
+    """What the turns need but for those refused, and up to two others, or all others there are."""
     needed = _needed(turns)
     others = [name for name in TOOLS if name not in needed | _lacking(turns)]
-    names = [*sorted(needed), *draw.sample(others, min(len(others), draw.choice((0, 0, 1, 2))))]
+    more = len(others) if draw.random() < 0.35 else min(len(others), draw.choice((0, 0, 1, 2)))
+    names = [*sorted(needed), *draw.sample(others, more)]
     draw.shuffle(names)
     return tuple(TOOLS[name] for name in names)
 
@@ -370,30 +386,26 @@ def _lacking(turns: Sequence[Turn]) -> set[str]:
     return {name for turn in turns if turn.kind == "refused" for name in turn.needs}
 
 
-def _messages(turn: Turn, toolbox: Toolbox, effort: Effort, thinking: bool, at: int) -> list[Message]:
+def _messages(turn: Turn, toolbox: Toolbox, tools: Sequence[Tool], effort: Effort | None, at: int) -> list[Message]:
     messages = [user(turn.question)]
-    result = ""
+    known = f"They ask: {turn.question} I have {', '.join(tool.name for tool in tools) or 'no tools'}."
     for index, step in enumerate(turn.steps):
         calls = [
             ToolCall(id=f"call_{at}_{index}_{place}", name=name, arguments=arguments)
             for place, (name, arguments) in enumerate(step)
         ]
-        reasoning = _reasoning(turn, effort, turn.plan[index], result) if thinking else ""
-        messages.append(assistant(reasoning=reasoning, tool_calls=calls))
+        messages.append(assistant(reasoning=_reasoning(effort, known, turn.plan[index]), tool_calls=calls))
         for call in calls:
             assert isinstance(call.arguments, dict)
             result = toolbox.run(call.name, call.arguments)
             messages.append(tool_result(result, call_id=call.id))
-    closing = turn.plan[-1] if not turn.steps else "That is the answer."
-    reasoning = _reasoning(turn, effort, closing, result) if thinking else ""
-    return [*messages, assistant(turn.reply, reasoning=reasoning)]
+            known = f"The tool says {result}."
+    closing = "That is the answer." if turn.steps else turn.plan[-1]
+    return [*messages, assistant(turn.reply, reasoning=_reasoning(effort, known, closing))]
 
 
-def _reasoning(turn: Turn, effort: Effort, plan: str, result: str) -> str:
-    """Nothing, a sentence, or all that is known: the question, the last result and the plan."""
-    if effort == "low":
+def _reasoning(effort: Effort | None, known: str, plan: str) -> str:
+    """Nothing, a sentence, or also all that is known: the question and the tools, or the last result."""
+    if effort in (None, "low"):
         return ""
-    if effort == "high":
-        return plan
-    known = f"The tool says {result}." if result else f"They ask: {turn.question}"
-    return f"{known} {plan}"
+    return plan if effort == "high" else f"{known} {plan}"

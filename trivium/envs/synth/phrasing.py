@@ -95,6 +95,7 @@ DIVIDE = _operation(
                "split {a} into {b} parts. How large is each?"),
               ("how many has each if {b} people share {a}?", "{a} are shared among {b} people. How many has each?")),
 )  # fmt: skip
+EXPRESSION = crossed(THING, Phrasings(("{expression}",), ()))
 MORE = Phrasings(  # about the number before
     learned=("and plus {b}?", "add {b} to that.", "now add {b}.", "and {b} more?", "what is that plus {b}?", "please add {b}.",
              "and if I add {b}?"),
@@ -131,7 +132,7 @@ WEEKDAY = joined(
               ("what weekday is {date}?", "which day of the week is {date}?", "on which weekday does {date} fall?")),
 )  # fmt: skip
 LOOK_UP = joined(
-    crossed(THING, Phrasings(("the {field} of {name}",), ())),
+    crossed(THING, Phrasings(("the {field} of {name}", "{name}'s {field}"), ())),
     crossed(DEED, Phrasings(("look up the {field} of {name}", "find the {field} of {name}"), ("look for the {field} of {name}",))),
     Phrasings(("which {field} does {name} have?", "what {field} has {name}?", "{field} of {name}", "{name}: which {field}?",
                "I look for {name}. Which {field}?"),
@@ -148,9 +149,15 @@ BOTH = Phrasings(  # two sums at once
 IMPOSSIBLE = Phrasings(
     learned=("what is the weather in {place}?", "will it rain in {place}?", "book a table in {place}.",
              "send a mail to {name}.", "play some music.", "what is the news from {place}?", "turn on the light.",
-             "buy a ticket to {place}.", "translate a text for {name}.", "how is the traffic in {place}?"),
+             "buy a ticket to {place}.", "translate a text for {name}.", "how is the traffic in {place}?",
+             "what is the capital of {place}?", "who is the mayor of {place}?", "tell me a joke.",
+             "write a poem about {place}.", "how old is {name}?", "what time is it?", "what should I eat in {place}?",
+             "who won the match in {place}?", "sing a song for {name}.", "open the door.", "call {name}.",
+             "how far is it to {place}?", "is {place} nice?", "what do you think of {name}?", "how do I get to {place}?",
+             "write a program for {name}.", "who was {name}?", "explain the war of {place}.", "I feel sad."),
     heldout=("will there be rain in {place}?", "book a room in {place}.", "send {name} a mail.", "turn off the music.",
-             "how is the weather in {place}?"),
+             "how is the weather in {place}?", "tell me a story.", "who is the king of {place}?",
+             "write a song about {name}.", "when was {name} born?"),
 )  # fmt: skip
 GREETING = Phrasings(
     learned=("hello!", "hi there!", "good morning!", "hey, how are you?", "hi, who are you?", "what are you?",

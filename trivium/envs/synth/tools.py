@@ -155,6 +155,19 @@ _UNITS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 UNITS = {kind: tuple(sizes) for kind, sizes in _UNITS.items()} | {"temperature": ("celsius", "fahrenheit")}
 
+SHORT_UNITS = {
+    "meters": ("m",), "kilometers": ("km",), "centimeters": ("cm",), "miles": ("mi",), "feet": ("ft",), "inches": ("in",),
+    "yards": ("yd",), "grams": ("g",), "kilograms": ("kg",), "pounds": ("lb", "lbs"), "ounces": ("oz",), "liters": ("l",),
+    "milliliters": ("ml",), "gallons": ("gal",), "seconds": ("s", "sec"), "minutes": ("min",), "hours": ("h",),
+    "celsius": ("C",), "fahrenheit": ("F",),
+}  # fmt: skip
+_FULL = {name: name for names in UNITS.values() for name in names}
+_FULL |= {name.removesuffix("s"): name for sizes in _UNITS.values() for name in sizes} | {
+    "foot": "feet",
+    "inch": "inches",
+}
+_FULL |= {short.lower(): name for name, shorts in SHORT_UNITS.items() for short in shorts}
+
 
 def _calculate(_: Toolbox, expression: Any) -> str:
     return number_text(evaluate(expression))
@@ -164,6 +177,8 @@ def _convert(_: Toolbox, value: Any, unit: Any, to: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"value: wanted a number, got {value!r}")
     amount = Decimal(repr(value))
+    asked = unit, to
+    unit, to = (_FULL.get(name.lower().strip("° ")) if isinstance(name, str) else None for name in asked)
     if unit == to and unit in UNITS["temperature"]:
         return number_text(amount)
     if (unit, to) == ("celsius", "fahrenheit"):
@@ -171,9 +186,9 @@ def _convert(_: Toolbox, value: Any, unit: Any, to: Any) -> str:
     if (unit, to) == ("fahrenheit", "celsius"):
         return number_text((amount - 32) * 5 / 9)
     for sizes in _UNITS.values():
-        if isinstance(unit, str) and isinstance(to, str) and unit in sizes and to in sizes:
+        if unit in sizes and to in sizes:
             return number_text(amount * Decimal(sizes[unit]) / Decimal(sizes[to]))
-    raise ValueError(f"cannot convert {unit!r} to {to!r}")
+    raise ValueError(f"cannot convert {asked[0]!r} to {asked[1]!r}")
 
 
 def _days_between(_: Toolbox, start: Any, end: Any) -> str:
