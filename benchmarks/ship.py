@@ -31,7 +31,7 @@ def ship(run: Path, console: Console) -> None:
     new = SHIPPED.with_name(SHIPPED.name + ".part")
     shutil.rmtree(new, ignore_errors=True)
     load(run).save(new, dtype="bfloat16", pack_experts=True)
-    packed = load(new)
+    packed = load(new, dtype="float32")
     assert packed.tokenizer is not None
     scored = evaluate(packed.network, packed.tokenizer, seed=about["seed"], say=console.print)
     reports = {

@@ -346,6 +346,7 @@ def test_what_cannot_talk_is_one_line(run, capsys, tmp_path, monkeypatch):
         ((tmp_path / "nowhere",), f"{tmp_path}/nowhere"),
         ((run, "--top-p", "0"), "top_p: wanted a number in (0, 1], got 0.0"),
         ((run, "--seed", "-1"), "seed: wanted a whole number in [0, 2^63), got -1"),
+        ((run, "--no-thinking", "--effort", "low"), "effort: low is given, and with --no-thinking nothing is thought"),
         ((run, "--device", "toaster"), "device: 'toaster' is not one that torch knows"),
     ):
         code, _, err = main(capsys, "chat", *arguments)

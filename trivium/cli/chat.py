@@ -39,7 +39,9 @@ def chat(
             help="a run's folder, or one in the released layout; else the shipped nano-chat", show_default=False
         ),
     ] = None,
-    effort: Annotated[EffortChoice, typer.Option(help="how long it thinks")] = EffortChoice.high,
+    effort: Annotated[
+        EffortChoice | None, typer.Option(help="how long it thinks, else high", show_default=False)
+    ] = None,
     thinking: Annotated[bool, typer.Option("--thinking/--no-thinking", help="whether it thinks at all")] = True,
     tools: Annotated[bool, typer.Option("--tools/--no-tools", help="whether it may call the built-in tools")] = True,
     system: Annotated[str | None, typer.Option(help="a system message to begin with")] = None,
@@ -66,6 +68,8 @@ def chat(
     from trivium.envs.synth.tools import TOOLS, office
     from trivium.model.sample import check_sampling
 
+    if effort is not None and not thinking:
+        raise ValueError(f"effort: {effort} is given, and with --no-thinking nothing is thought")
     folder = SHIPPED if run is None else run
     check_finished(folder)
     _check_taught(folder)
@@ -85,7 +89,7 @@ def chat(
         options=Options(
             tools=tuple(TOOLS.values()) if tools else (),
             thinking=thinking,
-            effort=effort.value if thinking else None,
+            effort=(effort or EffortChoice.high).value if thinking else None,
         ),
     )
     talk = Talk(

@@ -27,7 +27,13 @@ def chat(
     dialogues: Annotated[int, typer.Option(min=1, help="how many are answered")] = 400,
     seed: Annotated[int, typer.Option(help="another one asks other questions")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; else what the file says")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16 or float32; else float32 on a CPU, which is slow in the other, and there what the file says",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Let a model answer generated dialogues that it did not learn from, with tools, and check what it says.
@@ -43,7 +49,7 @@ def chat(
 
     folder = SHIPPED if run is None else run
     check_finished(folder)
-    model = load(folder, device=device, dtype=dtype)
+    model = load(folder, device=device, dtype="float32" if dtype is None and device == "cpu" else dtype)
     if model.tokenizer is None:
         raise ValueError(f"{folder}: has no tokenizer, so it cannot be talked to")
     console = Console(highlight=False, soft_wrap=True)

@@ -30,8 +30,9 @@ _BATCH = 48
 class Outcome:
     """What a model made of a dialogue: its answers to the last question, and what was right.
 
-    `well_formed`: each parses without a flaw, ends by itself, and has no call that could not be executed. `calls_right`:
-    the right tools in the right order with the very arguments. `answer_right`: the last one says what it should.
+    `well_formed`: each parses as XTML without a flaw, every call of it is whole, and it ends by itself; whether the tools
+    that it calls are declared is another matter. `calls_right`: the right tools in the right order with the very
+    arguments. `answer_right`: the last one says what it should.
     """
 
     kind: str
@@ -162,6 +163,7 @@ def _play(
     renderer = Renderer(tokenizer)
     conversations: list[Conversation] = [each.prompt for each in dialogues]
     given: list[list[Answer]] = [[] for _ in dialogues]
+    well_formed = [True] * len(dialogues)
     alive = list(range(len(dialogues)))
     for turn in range(MAX_MESSAGES):
         prompts = [renderer.render(conversations[index]) for index in alive]
@@ -180,6 +182,7 @@ def _play(
             conversation = conversations[index]
             answer = parse(ids, tokenizer, channel=prompt.channel, tools=conversation.tools)
             given[index].append(answer)
+            well_formed[index] &= _well_formed(parse(ids, tokenizer, channel=prompt.channel, tools=None))
             if answer.calls and all(call.executable for call in answer.calls) and answer.finish_reason == "tool_calls":
                 conversations[index] = replace(
                     conversation, messages=(*conversation.messages, *_with_results(dialogues[index], answer))
@@ -188,7 +191,9 @@ def _play(
         alive = going_on
         if not alive:
             break
-    return [_outcome(each, tuple(said)) for each, said in zip(dialogues, given, strict=True)]
+    return [
+        _outcome(each, tuple(said), formed) for each, said, formed in zip(dialogues, given, well_formed, strict=True)
+    ]
 
 
 def _with_results(played: Dialogue, answer: Answer) -> list[Any]:
@@ -198,18 +203,18 @@ def _with_results(played: Dialogue, answer: Answer) -> list[Any]:
     return [answer.message(), *results]
 
 
-def _outcome(played: Dialogue, given: tuple[Answer, ...]) -> Outcome:
+def _well_formed(answer: Answer) -> bool:
+    ended = answer.finish_reason in ("stop", "tool_calls")
+    return ended and not answer.flaws and all(call.executable for call in answer.calls)
+
+
+def _outcome(played: Dialogue, given: tuple[Answer, ...], well_formed: bool) -> Outcome:
     called = [tuple((call.name, call.arguments) for call in answer.calls) for answer in given if answer.calls]
     last = given[-1]
     return Outcome(
         kind=played.turn.kind,
         answers=given,
-        well_formed=all(
-            not answer.flaws
-            and answer.finish_reason in ("stop", "tool_calls")
-            and all(call.executable for call in answer.calls)
-            for answer in given
-        ),
+        well_formed=well_formed,
         calls_right=called == list(played.turn.steps),
         answer_right=not last.calls and all(says(last.text, each) for each in played.turn.answers),
     )
