@@ -3,13 +3,14 @@
 import json
 import weakref
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.talks import ADD, plain, tokenizer_of, with_tool, write_jsonl
 from trivium.chat.completions import read_request
-from trivium.chat.render import Renderer
+from trivium.chat.render import Renderer, render
 from trivium.data.chat import (
     build_chat,
     chat_shards,
@@ -263,6 +264,17 @@ def test_shards_that_are_there_are_used_and_those_of_another_text_or_tokenizer_a
     streams, said = built(OTHER)
     assert "/tokens: of another text, written anew" in said
     assert len(streams.train.starts) + len(streams.heldout.starts) - 2 == 8
+
+
+def test_shards_of_another_rendering_are_made_anew(file, tmp_path, monkeypatch):
+    """As a version that renders otherwise would find them: the file is the same, its tokens are not."""
+    build_chat(file, TOKENIZER, tmp_path / "out", nothing)
+    monkeypatch.setattr(
+        "trivium.data.chat.render", lambda *args, **options: SimpleNamespace(text=render(*args, **options).text + "!")
+    )
+    said = []
+    build_chat(file, TOKENIZER, tmp_path / "out", said.append)
+    assert sum("of another text, written anew" in line for line in said) == 2
 
 
 def test_a_damaged_shard_is_made_anew(file, tmp_path):

@@ -20,6 +20,8 @@ from trivium.data.ids import fingerprint_of_tokenizer, num_bytes_of_ids
 from trivium.data.pack import TokenStream
 from trivium.data.shards import Counted, Shards, open_shards, reuse_shards, write_shards
 
+_PROBE = 64
+
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
     """The conversations of a JSONL file: on each line a Chat Completions request, its answers among the messages.
@@ -120,7 +122,11 @@ def build_chat(path: Path, tokenizer: Tokenizer, out: Path, say: Callable[[str],
     """
     conversations = list(read_conversations(path))
     train, heldout = split(conversations)
-    text = hashlib.sha256(path.read_bytes()).hexdigest()
+    # Also of how they are rendered, as the first ones say: what an earlier version wrote is other tokens.
+    said = hashlib.sha256(path.read_bytes())
+    for conversation in conversations[:_PROBE]:
+        said.update(render(conversation, answer=False).text.encode())
+    text = said.hexdigest()
     chat_shards(heldout, tokenizer, out / HELDOUT_TOKENS, text=text, say=say)
     chat_shards(train, tokenizer, out / TOKENS, text=text, say=say)
     return open_chat(out, tokenizer)
