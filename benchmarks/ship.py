@@ -24,7 +24,6 @@ from trivium.evals.chat import ChatReport, evaluate, table
 from trivium.train.run_folder import RUN, read_run
 
 MAX_BYTES = 10_000_000
-NUM_DIALOGUES = 1000
 
 
 def ship(run: Path, console: Console) -> None:
@@ -37,9 +36,7 @@ def ship(run: Path, console: Console) -> None:
     load(run).save(new, dtype="bfloat16", pack_experts=True)
     packed = load(new, dtype="float32")
     assert packed.tokenizer is not None
-    scored = evaluate(
-        packed.network, packed.tokenizer, num_dialogues=NUM_DIALOGUES, seed=about["seed"], say=console.print
-    )
+    scored = evaluate(packed.network, packed.tokenizer, seed=about["seed"], say=console.print)
     reports = {
         "chat": scored.to_json(),
         "before packing": about["report"]["chat"],

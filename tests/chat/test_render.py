@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from trivium.chat import anthropic, completions, responses
 from trivium.chat import message as chat
 from trivium.chat.message import Conversation, Image, Message, Tool, ToolCall
-from trivium.chat.render import render, shown
+from trivium.chat.render import Content, Renderer, render, shown
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))["cases"]
 CORPUS = Path(__file__).parents[3] / "shared" / "fixtures" / "xtml" / "corpus.json"
@@ -450,6 +453,23 @@ def test_ids_of_names_and_declarations_are_those_of_a_new_renderer(renderer, tok
     for text in (*texts, *texts[::-1]):
         conversation = read_with("completions", text)
         assert renderer.render(conversation) == type(renderer)(tokenizer).render(conversation)
+
+
+def test_b025_a_renderer_may_be_shared_by_threads(tokenizer):
+    renderer = Renderer(tokenizer)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # of two threads that made room at once one failed, if seldom
+
+    def read_back(seed: int) -> bool:
+        chance = random.Random(seed)
+        texts = [str(chance.randrange(200)) for _ in range(6000)]  # more than are kept
+        return all(tokenizer.decode(renderer.ids_of(Content(text, kept=True))) == text for text in texts)
+
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(read_back, range(8)))
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 # --- What is counted (B021) -------------------------------------------------------------------------------------

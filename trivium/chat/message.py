@@ -361,68 +361,56 @@ def results_in_order(messages: Sequence[Message]) -> list[tuple[Message, tuple[s
     """Messages as they are rendered: beside a tool's result its tool's name and its index behind the calls, from 1.
 
     A run of results is sorted by the calls they belong to. Where any of a run says no call, the run stays as it is, and
-    a result that says no tool either has that of the call at its place. Raises ValueError that names the message.
+    a result that says no tool either belongs to the call at its place. Raises ValueError that names the message, for a
+    second result of a call too.
     """
     ordered: list[tuple[Message, tuple[str, int] | None]] = []
     calls: tuple[ToolCall, ...] = ()
-    count, at = 0, 0
-    while at < len(messages):
-        message = messages[at]
-        if message.role != "tool":
-            if message.role == "assistant":
-                calls, count = message.tool_calls, 0
-            ordered.append((message, None))
-            at += 1
+    place_of: dict[str, int] = {}  # by the ids of the calls
+    answered: set[int] = set()  # places of calls that have their result
+    count = 0
+    for are_results, run in groupby(enumerate(messages), key=lambda entry: entry[1].role == "tool"):
+        if not are_results:
+            for _, message in run:
+                if message.role == "assistant":
+                    calls, answered, count = message.tool_calls, set(), 0
+                    # Of a call's id that stands twice, the first counts.
+                    place_of = {calls[place].id: place for place in reversed(range(len(calls)))}
+                ordered.append((message, None))
             continue
-        end = at
-        while end < len(messages) and messages[end].role == "tool":
-            end += 1
-        for result, name in _run_in_order(messages[at:end], calls, at, count):
+        named: list[tuple[int, Message, str]] = []
+        for index, result in run:
+            call_id = result.tool_call_id
+            place = count + len(named) if call_id is None else place_of[call_id]
+            if call_id is None and result.name:
+                named.append((place, result, result.name))
+                continue
+            if place in answered or place >= len(calls):
+                wrong = "a tool's result wants tool_call_id or the tool's name, got neither"
+                if call_id is not None:
+                    wrong = f"tool_call_id {cut(call_id)} has a result already"
+                raise ValueError(f"messages[{index}]: {wrong}")
+            answered.add(place)
+            named.append((place, result, calls[place].name))
+        if all(result.tool_call_id is not None for _, result, _ in named):
+            named.sort(key=lambda item: item[0])
+        for _, result, name in named:
             count += 1
             ordered.append((result, (name, count)))
-        at = end
     return ordered
-
-
-def _run_in_order(run: Sequence[Message], calls: Sequence[ToolCall], at: int, count: int) -> list[tuple[Message, str]]:
-    place_of: dict[str, int] = {}
-    for place, call in enumerate(calls):
-        place_of.setdefault(call.id, place)  # of a call's id that stands twice, the first counts
-    named: list[tuple[int, Message, str]] = []
-    for offset, result in enumerate(run):
-        if result.tool_call_id is not None:
-            place = place_of[result.tool_call_id]
-            named.append((place, result, calls[place].name))
-            continue
-        position = count + offset
-        name = result.name or (calls[position].name if position < len(calls) else "")
-        if not name:
-            raise ValueError(
-                f"messages[{at + offset}]: a tool's result wants tool_call_id or the tool's name, got neither"
-            )
-        named.append((position, result, name))
-    if all(result.tool_call_id is not None for result in run):
-        named.sort(key=lambda item: item[0])
-    return [(result, name) for _, result, name in named]
 
 
 def _check_results(messages: Sequence[Message]) -> None:
     open_ids: set[str] = set()
-    answered: set[str] = set()
     for index, message in enumerate(messages):
         if message.role == "assistant":
-            open_ids, answered = {call.id for call in message.tool_calls}, set()
+            open_ids = {call.id for call in message.tool_calls}
         call_id = message.tool_call_id
-        if call_id is None:
-            continue
-        if call_id not in open_ids:
+        if call_id is not None and call_id not in open_ids:
             what = "is empty" if not call_id else f"{cut(call_id)} is none of the assistant's last calls"
             known = ", ".join(cut(known) for known in sorted(open_ids)[:8]) or "none"
             raise ValueError(f"messages[{index}]: tool_call_id {what}, there are: {known}")
-        if call_id in answered:
-            raise ValueError(f"messages[{index}]: tool_call_id {cut(call_id)} has a result already")
-        answered.add(call_id)
-    results_in_order(messages)  # raises where a result has no tool
+    results_in_order(messages)  # raises where a result has no tool, and where a call has two
 
 
 # --- Checks ---------------------------------------------------------------------------------------------------------
