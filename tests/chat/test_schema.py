@@ -164,9 +164,9 @@ def test_what_would_take_for_ever_is_too_much(name, monkeypatch):
         depth, value = (60 if value == "deep" else 3000), 1
         for _ in range(depth):
             value = [value]
-    begun_s = time.monotonic()
+    begun_s = time.thread_time()
     assert problems(schema, value) == ["too much to be checked"]
-    assert time.monotonic() - begun_s < 20  # of a machine that others use too
+    assert time.thread_time() - begun_s < 20
 
 
 def test_many_items_are_checked_in_linear_time():

@@ -317,10 +317,10 @@ def test_no_tokens():
 
 
 def test_the_released_model_builds_on_the_meta_device_in_seconds():
-    start = time.monotonic()
+    start = time.process_time()
     with torch.device("meta"):
         model = KimiK3(model_preset("k3"), experts="packed")
-    assert time.monotonic() - start < 30  # about 1 s alone on a core
+    assert time.process_time() - start < 30  # about 1 s alone on a core
     assert model.dtype == torch.bfloat16 and model.device.type == "meta"
     assert sum(p.numel() for p in model.parameters()) == 57_179_884_544 + 11_122_432 - 92 * 896 - 69 * 32
 

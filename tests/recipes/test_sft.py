@@ -369,3 +369,7 @@ def test_the_recipes_own_choices_hold():
         assert config.stages[-1].max_len <= config.batch_tokens
     assert (sft().muon_lr, sft().adamw_lr) == (nano_chat().muon_lr / 2, nano_chat().adamw_lr / 2)
     assert len(sft(num_steps=1).stages) == 1 and len(nano_chat().stages) == 2
+    drills = [made.stages[0].share for made in (nano_chat(), nano_chat(minutes=5), nano_chat(num_steps=2499))]
+    assert drills == [0.12, 0.25, 0.25] and nano_chat(num_steps=5000) == replace(
+        nano_chat(), length=Length(seconds=1800, num_steps=5000)
+    )
