@@ -1,7 +1,7 @@
 """Makes the shipped model of a finished nano-chat run: packs it, scores what was packed, and writes how it was made.
 
     trivium quickstart --minutes 4 --name base
-    trivium sft runs/base stages=176:.12,2048:.88 --steps 5000 --name shipped
+    trivium sft runs/base --steps 5000 --name shipped
     python -m benchmarks.ship runs/shipped          # writes trivium/shipped/nano-chat, at most 10 MB
 
 `trivium eval chat` scores it again.
@@ -31,7 +31,7 @@ def ship(run: Path, console: Console) -> None:
     about = read_run(run)
     if about.get("finished") is not True or about.get("recipe") != "nano-chat":
         raise ValueError(f"{run}: wanted a finished run of the recipe nano-chat")
-    new = SHIPPED.with_name(SHIPPED.name + ".part")
+    new = Path("build") / SHIPPED.name
     shutil.rmtree(new, ignore_errors=True)
     load(run).save(new, dtype="bfloat16", pack_experts=True)
     packed = load(new, dtype="float32")
@@ -49,7 +49,7 @@ def ship(run: Path, console: Console) -> None:
     if size > MAX_BYTES:
         raise ValueError(f"{new}: {size:,} bytes, wanted at most {MAX_BYTES:,}")
     shutil.rmtree(SHIPPED, ignore_errors=True)
-    new.rename(SHIPPED)
+    shutil.move(new, SHIPPED)
     console.print(table({name: ChatReport.from_json(report) for name, report in reports.items()}))
     console.print(f"{size:,} bytes, written to {SHIPPED}")
 

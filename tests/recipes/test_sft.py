@@ -1,6 +1,5 @@
 """From a model and conversations to a run folder: as any run it is begun once, gone on with, and never mixed up."""
 
-import hashlib
 import io
 import json
 import os
@@ -10,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -18,7 +18,7 @@ from tests.runs import assert_same_run, metrics_of
 from tests.talks import plain, tokenizer_of, with_tool, write_jsonl
 from tests.tiny import tiny_config
 from trivium.api import Model, load
-from trivium.data.chat import build_chat
+from trivium.data.chat import build_chat, fingerprint_of, read_conversations
 from trivium.data.shards import open_shards
 from trivium.evals.chat import ChatReport, Score
 from trivium.model.init import initialise_
@@ -133,7 +133,7 @@ def test_the_run_folder_holds_a_model_that_was_taught_to_talk(run, made):
     assert (about["chat_format"], about["finished"], about["steps"]) == ("xtml", True, STEPS)
     assert about["command"] == ["what", "was", "typed"] and about["arguments"]["whole"] is True
     assert about["data"] == {
-        "fingerprint": hashlib.sha256(made.talk.read_bytes()).hexdigest(),
+        "fingerprint": fingerprint_of(read_conversations(made.talk)),
         "path": str(made.talk),
     }
     assert about["base"]["path"] == str(made.base) and len(about["base"]["sha256"]) == 64
@@ -296,6 +296,19 @@ def test_generated_conversations_are_those_of_the_seed_and_of_no_other(tmp_path)
     assert len(streams.heldout.starts) > 50 and not set(documents_of(streams.heldout)) & set(found)
     # More of them begin with the same.
     assert documents_of(streams_of(generated(num_dialogues=8, num_drills=0), tmp_path / "four").train)[:6] == found[:6]
+
+
+def test_generated_ones_that_are_too_long_for_this_tokenizer_are_left_out_and_counted(tmp_path):
+    """Another tokenizer cuts them into more tokens, and a document longer than a row would be refused."""
+    made = documents_of(streams_of(generated(num_dialogues=6, num_drills=4), tmp_path / "all").train)
+    lengths = sorted(len(TOKENIZER.encode_control(text)) for text in made)
+    said = []
+    data = generated(num_dialogues=6, num_drills=4, max_tokens=lengths[6])
+    train = data.streams(TOKENIZER, tmp_path / "some", said.append).train
+    assert np.diff(train.starts).tolist() == [
+        n for n in map(len, map(TOKENIZER.encode_control, made)) if n <= lengths[6]
+    ]
+    assert said[-1] == f"3 conversations of more than {lengths[6]:,} tokens are left out"
 
 
 def test_another_number_seed_or_generator_is_other_data(monkeypatch):

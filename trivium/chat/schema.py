@@ -267,7 +267,10 @@ class TooMuchError(ValueError):
 
 
 class Budget:
-    """What is left of the steps and the time of one call: this thread's own, so that a busy machine makes nothing too much."""
+    """What is left of the steps and the CPU time of one call.
+
+    Of its thread, so that a busy machine makes nothing too much; within a pattern of all threads of the process.
+    """
 
     def __init__(self, num_steps: int, limit_s: float) -> None:
         self._num_steps = num_steps

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trivium.cli.command import SHIPPED, check_finished, dtype_on
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -34,11 +36,11 @@ class EffortChoice(StrEnum):
 
 def chat(
     run: Annotated[
-        Path | None,
+        Path,
         typer.Argument(
             help="a run's folder, or one in the released layout; else the shipped nano-chat", show_default=False
         ),
-    ] = None,
+    ] = SHIPPED,
     effort: Annotated[
         EffortChoice | None, typer.Option(help="how long it thinks, else high", show_default=False)
     ] = None,
@@ -53,7 +55,12 @@ def chat(
         bool, typer.Option("--show-tokens", help="print each prompt and answer token by token, in colour")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; else what the file says")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="bfloat16 or float32; else float32 on a CPU, and elsewhere what the file says", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Talk to a model. It runs its tools itself: arithmetic, units, dates, and a small directory of people.
 
@@ -64,25 +71,23 @@ def chat(
     from trivium.api import load
     from trivium.chat.message import Conversation, Options
     from trivium.chat.message import system as system_message
-    from trivium.cli.command import SHIPPED, check_finished
     from trivium.envs.synth.tools import TOOLS, office
     from trivium.model.sample import check_sampling
 
     if effort is not None and not thinking:
         raise ValueError(f"effort: {effort} is given, and with --no-thinking nothing is thought")
-    folder = SHIPPED if run is None else run
-    check_finished(folder)
-    _check_taught(folder)
+    check_finished(run)
+    _check_taught(run)
     check_sampling(temperature, top_p)
-    model = load(folder, device=device, dtype=dtype)
+    model = load(run, device=device, dtype=dtype_on(device, dtype))
     if model.tokenizer is None:
-        raise ValueError(f"{folder}: has no tokenizer, so it cannot be talked to")
+        raise ValueError(f"{run}: has no tokenizer, so it cannot be talked to")
     console = Console(highlight=False, soft_wrap=True, emoji=False)  # what the model says is printed as it says it
     asked = sys.stdin.isatty()
     toolbox = office()
     if asked:
         console.print(
-            _welcome(folder, model, [person.name for person in toolbox.people], tools), markup=False, style="dim"
+            _welcome(run, model, [person.name for person in toolbox.people], tools), markup=False, style="dim"
         )
     start = Conversation(
         messages=() if system is None else (system_message(system),),
@@ -267,7 +272,6 @@ def _check_taught(folder: Path) -> None:
 
 
 def _welcome(folder: Path, model: Model, people: list[str], tools: bool) -> str:
-    from trivium.cli.command import SHIPPED
     from trivium.cost.params import count_params
 
     size = f"{count_params(model.config).total / 1e6:,.1f} million parameters"

@@ -15,6 +15,11 @@ import trivium
 SHIPPED = Path(trivium.__file__).parent / "shipped" / "nano-chat"
 
 
+def dtype_on(device: str, dtype: str | None) -> str | None:
+    """What a model is loaded in where nobody says it: float32 on a CPU, whose kernels take no other, else what the file says."""
+    return "float32" if dtype is None and device == "cpu" else dtype
+
+
 def shell_line(*arguments: str) -> str:
     """The line that runs trivium with these arguments, quoted for a shell."""
     # Behind `make quickstart` no `trivium` is on the path, but the program that runs this is.

@@ -52,7 +52,11 @@ def sft(
         return
     check_finished(run)
     num = 12_000 if dialogues is None else dialogues
-    found = generated(num_dialogues=num, num_drills=num // 2, seed=seed) if data is None else from_path(data)
+    if data is None:
+        longest = config.stages[-1].max_len
+        found = generated(num_dialogues=num, num_drills=num // 2, seed=seed, max_tokens=longest)
+    else:
+        found = from_path(data)
     from trivium.cli.chat_run import train
 
     train(config, base=run, data=found, out=out, name=name, command=context.obj)

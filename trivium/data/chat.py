@@ -20,8 +20,6 @@ from trivium.data.ids import fingerprint_of_tokenizer, num_bytes_of_ids
 from trivium.data.pack import TokenStream
 from trivium.data.shards import Counted, Shards, open_shards, reuse_shards, write_shards
 
-_PROBE = 64
-
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
     """The conversations of a JSONL file: on each line a Chat Completions request, its answers among the messages.
@@ -82,19 +80,52 @@ def chat_stream(conversations: Iterable[Conversation], tokenizer: Tokenizer) -> 
     )
 
 
+def fingerprint_of(conversations: Iterable[Conversation]) -> str:
+    """SHA-256 of the conversations as they are rendered: what another version renders otherwise is another text."""
+    said = hashlib.sha256()
+    for conversation in conversations:
+        said.update(hashlib.sha256(_rendered(conversation)).digest())
+    return said.hexdigest()
+
+
+def _rendered(conversation: Conversation) -> bytes:
+    return render(conversation, answer=False).text.encode()
+
+
 def chat_shards(
-    conversations: Iterable[Conversation], tokenizer: Tokenizer, folder: Path, *, text: str, say: Callable[[str], None]
+    conversations: Iterable[Conversation],
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    text: str,
+    say: Callable[[str], None],
+    max_tokens: int | None = None,
 ) -> Shards:
-    """The conversations as shards in a folder: those that are there if made of this `text` by this tokenizer, or new ones."""
+    """The conversations as shards in a folder: those that are there if made of this `text` by this tokenizer, or new ones.
+
+    Those of more than `max_tokens` tokens are left out, and counted.
+    """
     made_of = {"text": text, "tokenizer": fingerprint_of_tokenizer(tokenizer)}
     there = reuse_shards(folder, made_of, say)
     if there is not None:
         return there
     say(f"tokenizing to {folder}")
-    renderer = Renderer(tokenizer)
+    renderer, num_long = Renderer(tokenizer), 0
+
+    def documents() -> Iterator[Counted]:
+        nonlocal num_long
+        for conversation in conversations:
+            document = tokens_of(conversation, renderer)
+            if max_tokens is None or len(document.ids) <= max_tokens:
+                yield document
+            else:
+                num_long += 1
+        if num_long:
+            say(f"{num_long:,} conversations of more than {max_tokens:,} tokens are left out")
+
     return write_shards(
         folder,
-        (tokens_of(conversation, renderer) for conversation in conversations),
+        documents(),
         num_bytes_W=num_bytes_of_ids(tokenizer),
         first_id=tokenizer.special_ids[Mark.OPEN.value],
         **made_of,
@@ -122,11 +153,7 @@ def build_chat(path: Path, tokenizer: Tokenizer, out: Path, say: Callable[[str],
     """
     conversations = list(read_conversations(path))
     train, heldout = split(conversations)
-    # Also of how they are rendered, as the first ones say: what an earlier version wrote is other tokens.
-    said = hashlib.sha256(path.read_bytes())
-    for conversation in conversations[:_PROBE]:
-        said.update(render(conversation, answer=False).text.encode())
-    text = said.hexdigest()
+    text = fingerprint_of(conversations)
     chat_shards(heldout, tokenizer, out / HELDOUT_TOKENS, text=text, say=say)
     chat_shards(train, tokenizer, out / TOKENS, text=text, say=say)
     return open_chat(out, tokenizer)
@@ -155,8 +182,7 @@ def split(
     """
     by_hash: dict[str, list[Conversation]] = {}
     for conversation in conversations:
-        said = render(conversation, answer=False).text
-        by_hash.setdefault(hashlib.sha256(said.encode()).hexdigest(), []).append(conversation)
+        by_hash.setdefault(hashlib.sha256(_rendered(conversation)).hexdigest(), []).append(conversation)
     if len(by_hash) < 2:
         raise ValueError(f"data: wanted at least 2 different conversations, got {len(by_hash)}")
     num_heldout = min(200, max(1, round(fraction * len(by_hash))))

@@ -66,9 +66,12 @@ class ChatReport:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ChatReport:
-        """What `to_json` gave."""
-        scores = {name: Score(**score) for name, score in content["scores"].items()}
-        return cls(scores=scores, effort_tokens=content["effort_tokens"])
+        """What `to_json` gave. Raises ValueError for anything else."""
+        try:
+            scores = {name: Score(**score) for name, score in content["scores"].items()}
+            return cls(scores=scores, effort_tokens=content["effort_tokens"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a report of talks: wanted scores and effort_tokens, got {content!r:.200}") from error
 
     def to_json(self) -> dict[str, Any]:
         return {

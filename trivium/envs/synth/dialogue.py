@@ -54,7 +54,7 @@ def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), eff
     """The dialogue of a seed: one to five turns, the last of one of the `kinds`.
 
     Held-out ones are phrased otherwise, and their seeds give other numbers. The tools declared are those of its turns
-    and some others or all, in any order; a turn of kind "refused" lacks what it needs.
+    and some others, or all others that there are, in any order; a turn of kind "refused" lacks what it needs.
     """
     draw = random.Random(f"{'held out' if heldout else 'learned'} {seed}")
     people = _people(draw)
@@ -64,12 +64,12 @@ def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), eff
     last = draw.choice(kinds) if kinds else make.any_kind()
     count = max(count, 2) if last == "follow up" else count
     turns: list[Turn] = []
-    # No tool is declared and lacking, and none are so long that they would not fit into 2,048 tokens.
+    # Drawn again where a tool would be both declared and lacking, or where all would not fit into 2,048 tokens.
     while not turns or _needed(turns) & _lacking(turns) or sum(len(turn.steps) + 1 for turn in turns) > _MAX_WRITTEN:
         turns = []
         for index in reversed(range(count)):
             before_last = "arithmetic" if index == 1 and last == "follow up" else make.any_kind()
-            turns.append(make.turn(before_last if index else last, turns))
+            turns.append(make.made[before_last if index else last](turns))
     declared = _declared(draw, turns)
     said = effort is not None or draw.random() < 0.6  # else nothing is said of it, and it is thought as at high
     effort = effort or (draw.choice(EFFORTS) if said else "high")
@@ -89,7 +89,7 @@ def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), eff
 def drill(seed: int) -> Dialogue:
     """One turn without tools and efforts, shorter than other dialogues: words to say again, or a question in short.
 
-    What a call needs is copied and told apart in a seventh of the tokens.
+    What a call needs is copied and told apart in a tenth of the tokens.
     """
     draw = random.Random(f"drill {seed}")
     toolbox = Toolbox(people=_people(draw))
@@ -121,9 +121,6 @@ class _Maker:
     def any_kind(self) -> str:
         return self.draw.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
 
-    def turn(self, kind: str, before: list[Turn]) -> Turn:
-        return self.made[kind](before)
-
     def ask(self, phrasings: Phrasings, **values: Any) -> str:
         text = self.draw.choice(phrasings.of(self.heldout)).format(**values)
         opening = self.draw.choice(phrasing.OPENINGS.of(self.heldout))
@@ -145,7 +142,6 @@ class _Maker:
             return self.calculation("arithmetic", self.ask(phrasing.EXPRESSION, expression=expression), expression)
         sign, phrasings = self.draw.choice(_SIGNS)
         a, b = self.number(), self.number(decimals=sign != "/")
-        b = "2" if sign == "/" and Decimal(b) == 0 else b
         return self.calculation("arithmetic", self.ask(phrasings, a=a, b=b), f"{a} {sign} {b}")
 
     def follow_up(self, before: list[Turn]) -> Turn:
