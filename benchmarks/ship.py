@@ -2,7 +2,8 @@
 
     trivium quickstart --minutes 4 --name base
     trivium sft runs/base --steps 5000 --name shipped
-    python -m benchmarks.ship runs/shipped          # writes trivium/shipped/nano-chat, at most 10 MB
+    trivium sft runs/shipped stages=2048:1 muon_lr=.01 adamw_lr=2e-3 --all-tools --dialogues 4000 --steps 1100 --seed 7
+    python -m benchmarks.ship runs/nano-chat        # writes trivium/shipped/nano-chat, at most 10 MB
 
 `trivium eval chat` scores it again.
 """
@@ -37,11 +38,8 @@ def ship(run: Path, console: Console) -> None:
     packed = load(new, dtype="float32")
     assert packed.tokenizer is not None
     scored = evaluate(packed.network, packed.tokenizer, seed=about["seed"], say=console.print)
-    reports = {
-        "chat": scored.to_json(),
-        "before packing": about["report"]["chat"],
-        "untuned": about["report"]["untuned"],
-    }
+    untuned = _history(run, about)
+    reports = {"chat": scored.to_json(), "before packing": about["report"]["chat"], "untuned": untuned}
     about["report"] = reports
     (new / RUN).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     (new / "README.md").write_text(_card(about), encoding="utf-8")
@@ -54,8 +52,18 @@ def ship(run: Path, console: Console) -> None:
     console.print(f"{size:,} bytes, written to {SHIPPED}")
 
 
+def _history(run: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Put into a run's about the run it began with, and so on to the quickstart, whose scores are returned."""
+    folder = Path(about["base"]["path"])
+    if not (folder / RUN).exists():
+        raise ValueError(f"{run}: it began with {folder}, which is no run, or is there no more")
+    base = read_run(folder)
+    about["base"]["run"] = {name: base[name] for name in _KEPT if name in base}
+    return _history(folder, about["base"]["run"]) if "base" in base else about["report"]["untuned"]
+
+
 def _card(about: dict[str, Any]) -> str:
-    made, report = about["data"]["generated"], about["report"]["chat"]
+    report = about["report"]["chat"]
     rows = [
         f"| {name} | {score['num']} | " + " | ".join(f"{100 * score[share]:.1f}" for share in _SHARES) + " |"
         for name, score in report["scores"].items()
@@ -67,9 +75,9 @@ def _card(about: dict[str, Any]) -> str:
 
 Talk to it: `trivium chat`. Routed experts are MXFP4, all else bfloat16, in the released layout of K3.
 
-Made by `trivium {" ".join(about["command"])}` from a quickstart run: {about["steps"]:,} steps, {about["tokens"]:,} tokens,
-{about["time_s"]:,.0f} s; {made["dialogues"]:,} generated dialogues and {made["drills"]:,} drills of seed {made["seed"]}; every
-argument of the recipe is in run.json.
+Made by these commands, the arguments of each in run.json:
+
+{_made(about)}
 
 Held-out dialogues, asked in other words and with other numbers than any it has learned from, at temperature 0; percent:
 
@@ -81,6 +89,29 @@ Tokens written on a question, by effort: {efforts}. `trivium eval chat` asks all
 """
 
 
+def _made(about: dict[str, Any]) -> str:
+    """The runs one after another, the first first."""
+    line = f"- `trivium {' '.join(about['command'])}`: {about['steps']:,} steps, {about['tokens']:,} tokens, {about['time_s']:,.0f} s"
+    if made := about["data"].get("generated"):
+        line += f"; {made['dialogues']:,} generated dialogues and {made['drills']:,} drills of seed {made['seed']}"
+    earlier = about.get("base", {}).get("run")
+    return line if earlier is None else f"{_made(earlier)}\n{line}"
+
+
+_KEPT = (
+    "recipe",
+    "command",
+    "arguments",
+    "seed",
+    "data",
+    "steps",
+    "tokens",
+    "time_s",
+    "threads",
+    "versions",
+    "base",
+    "report",
+)
 _SHARES = ("well_formed", "calls_right", "answer_right")
 
 if __name__ == "__main__":

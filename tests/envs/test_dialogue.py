@@ -285,6 +285,14 @@ def test_a_drill_is_one_short_turn_without_tools():
     assert [drill(seed).conversation for seed in range(9)] == [drill(seed).conversation for seed in range(9)]
 
 
+def test_with_all_tools_none_lacks_and_so_nothing_is_refused():
+    made = [dialogue(seed, all_tools=True) for seed in range(NUM_SEEDS)]
+    assert {frozenset(tool.name for tool in each.conversation.tools) for each in made} == {frozenset(TOOLS)}
+    assert {each.turn.kind for each in made} == set(KINDS) - {"refused"}
+    assert not any("There is no " in message.reasoning for each in made for message in each.conversation.messages)
+    assert len({tuple(tool.name for tool in each.conversation.tools) for each in made}) > NUM_SEEDS / 3  # in any order
+
+
 def test_the_directory_is_the_tool_boxs_own_and_no_two_are_alike():
     for made in dialogues(False)[:50]:
         people = made.toolbox.people

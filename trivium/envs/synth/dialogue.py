@@ -50,11 +50,19 @@ class Dialogue:
         return replace(self.conversation, messages=self.conversation.messages[: self.asked])
 
 
-def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), effort: Effort | None = None) -> Dialogue:
+def dialogue(
+    seed: int,
+    *,
+    heldout: bool = False,
+    kinds: Sequence[str] = (),
+    effort: Effort | None = None,
+    all_tools: bool = False,
+) -> Dialogue:
     """The dialogue of a seed: one to five turns, the last of one of the `kinds`.
 
     Held-out ones are phrased otherwise, and their seeds give other numbers. The tools declared are those of its turns
-    and some others, or all others that there are, in any order; a turn of kind "refused" lacks what it needs.
+    and some others, or all others that there are, in any order; a turn of kind "refused" lacks what it needs. With
+    `all_tools` all are declared, as in `trivium chat`, and so nothing is refused.
     """
     draw = random.Random(f"{'held out' if heldout else 'learned'} {seed}")
     people = _people(draw)
@@ -62,15 +70,22 @@ def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), eff
     make = _Maker(draw, heldout, toolbox)
     count = draw.choice((1, 1, 1, 2, 2, 3, 4, 5))
     last = draw.choice(kinds) if kinds else make.any_kind()
+    while all_tools and last == "refused":
+        last = make.any_kind()
     count = max(count, 2) if last == "follow up" else count
     turns: list[Turn] = []
     # Drawn again where a tool would be both declared and lacking, or where all would not fit into 2,048 tokens.
-    while not turns or _needed(turns) & _lacking(turns) or sum(len(turn.steps) + 1 for turn in turns) > _MAX_WRITTEN:
+    while (
+        not turns
+        or (all_tools and _lacking(turns))
+        or _needed(turns) & _lacking(turns)
+        or sum(len(turn.steps) + 1 for turn in turns) > _MAX_WRITTEN
+    ):
         turns = []
         for index in reversed(range(count)):
             before_last = "arithmetic" if index == 1 and last == "follow up" else make.any_kind()
             turns.append(make.made[before_last if index else last](turns))
-    declared = _declared(draw, turns)
+    declared = _declared(draw, turns, all_tools)
     said = effort is not None or draw.random() < 0.6  # else nothing is said of it, and it is thought as at high
     effort = effort or (draw.choice(EFFORTS) if said else "high")
     thinking = draw.random() >= 0.08
@@ -364,11 +379,11 @@ def _people(draw: random.Random) -> tuple[Person, ...]:
     )
 
 
-def _declared(draw: random.Random, turns: Sequence[Turn]) -> tuple[Tool, ...]:
+def _declared(draw: random.Random, turns: Sequence[Turn], all_tools: bool) -> tuple[Tool, ...]:
     """What the turns need but for those refused, and up to two others, or all others there are."""
     needed = _needed(turns)
     others = [name for name in TOOLS if name not in needed | _lacking(turns)]
-    more = len(others) if draw.random() < 0.35 else min(len(others), draw.choice((0, 0, 1, 2)))
+    more = len(others) if draw.random() < 0.35 or all_tools else min(len(others), draw.choice((0, 0, 1, 2)))
     names = [*sorted(needed), *draw.sample(others, more)]
     draw.shuffle(names)
     return tuple(TOOLS[name] for name in names)
