@@ -1,8 +1,7 @@
 """Makes the shipped model of a finished nano-chat run: packs it, scores what was packed, and writes how it was made.
 
     trivium quickstart --minutes 4 --name base
-    trivium sft runs/base --steps 5000 --name shipped
-    trivium sft runs/shipped stages=2048:1 muon_lr=.01 adamw_lr=2e-3 --all-tools --dialogues 4000 --steps 1100 --seed 7
+    trivium sft runs/base --minutes 60
     python -m benchmarks.ship runs/nano-chat        # writes trivium/shipped/nano-chat, at most 10 MB
 
 `trivium eval chat` scores it again.

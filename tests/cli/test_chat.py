@@ -15,6 +15,7 @@ from trivium.chat.message import Conversation, Options, ToolCall, assistant, sys
 from trivium.chat.render import Renderer
 from trivium.chat.transcript import read_transcript
 from trivium.cli import chat as chat_file
+from trivium.cli import command
 from trivium.envs.synth.tools import TOOLS, Toolbox, office
 from trivium.model.init import initialise_
 from trivium.model.kimi_k3 import KimiK3
@@ -362,3 +363,10 @@ def test_a_model_that_says_anything_ends_no_talk(run, capsys, monkeypatch, seed)
         capsys, "chat", run, "--temperature", "1000", "--seed", seed, "--max-tokens", "60", "--top-p", "1"
     )
     assert (code, err) == (0, "") and out.count("\n") >= 2
+
+
+def test_where_no_model_is_shipped_one_has_to_be_named(capsys, monkeypatch, tmp_path):
+    missing = tmp_path / "shipped"
+    monkeypatch.setattr(command, "SHIPPED", missing)
+    code, out, err = main(capsys, "chat", missing)
+    assert (code, out) == (1, "") and err.startswith("error: no model is shipped with this installation: name a run")

@@ -10,6 +10,7 @@ from tests.talks import plain, tokenizer_of, with_tool
 from trivium import cli
 from trivium.chat.completions import read_request
 from trivium.chat.render import Renderer, render
+from trivium.cli import command
 
 TOKENIZER = tokenizer_of(300)
 TWO = {"messages": [{"role": "user", "content": "Hi <|open|>!"}, {"role": "assistant", "content": "Yes."}]}
@@ -156,3 +157,10 @@ def test_a_file_or_a_tokenizer_that_is_not_there_is_named(run, capsys):
     )
     code, _, err = main(capsys, "render", write(TWO), "--run", "nowhere")
     assert code == 1 and "nowhere/tiktoken.model" in err and err.count("\n") == 1
+
+
+def test_where_no_model_is_shipped_one_has_to_be_named(run, capsys, monkeypatch, tmp_path):
+    missing = tmp_path / "shipped"
+    monkeypatch.setattr(command, "SHIPPED", missing)
+    code, out, err = main(capsys, "render", write(TWO), "--run", missing)
+    assert (code, out) == (1, "") and err.startswith("error: no model is shipped with this installation: name a run")

@@ -96,7 +96,7 @@ def test_without_data_the_conversations_are_generated_and_scored(place, capsys, 
     )  # fmt: skip
     assert (code, err) == (0, "") and "100.0  50.0  25.0" in out
     there = about(place / "runs" / "nano-chat")
-    assert there["data"]["generated"] == {"dialogues": 3, "drills": 1, "seed": 5, "all_tools": False}
+    assert there["data"]["generated"] == {"dialogues": 3, "drills": 1, "seed": 5}
     assert there["report"]["chat"]["scores"]["all"]["calls_right"] == 0.5 and there["finished"] is True
 
 

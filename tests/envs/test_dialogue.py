@@ -285,12 +285,17 @@ def test_a_drill_is_one_short_turn_without_tools():
     assert [drill(seed).conversation for seed in range(9)] == [drill(seed).conversation for seed in range(9)]
 
 
-def test_with_all_tools_none_lacks_and_so_nothing_is_refused():
-    made = [dialogue(seed, all_tools=True) for seed in range(NUM_SEEDS)]
-    assert {frozenset(tool.name for tool in each.conversation.tools) for each in made} == {frozenset(TOOLS)}
-    assert {each.turn.kind for each in made} == set(KINDS) - {"refused"}
-    assert not any("There is no " in message.reasoning for each in made for message in each.conversation.messages)
-    assert len({tuple(tool.name for tool in each.conversation.tools) for each in made}) > NUM_SEEDS / 3  # in any order
+def test_what_is_refused_mostly_has_no_tools_at_all_and_else_lacks_its_own():
+    """Which tools are declared a small model does not learn to tell: where it was asked to, it refused what it could do."""
+    refused = [dialogue(seed, kinds=("refused",)) for seed in range(NUM_SEEDS)]
+    bare = [made for made in refused if not made.conversation.tools]
+    assert 0.65 < len(bare) / NUM_SEEDS < 0.95
+    assert {made.turn.kind for made in refused} == {"refused"}
+    for made in bare:
+        assert not any(message.tool_calls for message in made.conversation.messages)
+    for made in dialogues(False) + dialogues(True):
+        if made.turn.kind != "refused":
+            assert not any("There is no " in message.reasoning for message in made.conversation.messages)
 
 
 def test_the_directory_is_the_tool_boxs_own_and_no_two_are_alike():

@@ -10,9 +10,9 @@ from tests.talks import answer_ids, tokenizer_of
 from trivium.chat.events import Answer, Usage
 from trivium.chat.message import Conversation, ToolCall
 from trivium.chat.render import Renderer
-from trivium.envs.synth.dialogue import EFFORTS, KINDS, dialogue
+from trivium.envs.synth.dialogue import EFFORTS, KINDS, NO_CALLS, dialogue
 from trivium.evals import chat
-from trivium.evals.chat import WITH_TOOLS, WITHOUT_TOOLS, ChatReport, Outcome, Score, evaluate, play, report, table
+from trivium.evals.chat import WITH_TOOLS, ChatReport, Outcome, Score, evaluate, play, report, table
 
 TOKENIZER = tokenizer_of(300)
 RENDERER = Renderer(TOKENIZER)
@@ -247,7 +247,7 @@ def test_a_report_by_hand():
 
 
 def test_every_kind_is_with_tools_or_without():
-    assert {*WITH_TOOLS, *WITHOUT_TOOLS} == set(KINDS) and len(WITH_TOOLS) + len(WITHOUT_TOOLS) == len(KINDS)
+    assert {*WITH_TOOLS, *NO_CALLS} == set(KINDS) and len(WITH_TOOLS) + len(NO_CALLS) == len(KINDS)
     for played in ONE_OF_EACH:
         assert bool(played.turn.steps) == (played.turn.kind in WITH_TOOLS)
 

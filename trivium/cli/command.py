@@ -35,8 +35,15 @@ def again_line(*arguments: str) -> str:
     return shlex.join(["torchrun", "--nproc-per-node", num_processes, "-m", "trivium", *arguments])
 
 
+def check_shipped(folder: Path) -> None:
+    """Raises ValueError where nobody named a run and this installation has no model of its own."""
+    if folder == SHIPPED and not folder.is_dir():
+        raise ValueError("no model is shipped with this installation: name a run, such as `trivium sft` makes")
+
+
 def check_finished(folder: Path) -> None:
     """Raises ValueError, with the command that goes on, where the folder is a run's and holds no model yet."""
+    check_shipped(folder)
     from trivium.checkpoint.index import INDEX, SINGLE
     from trivium.checkpoint.replacement import Folder
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from trivium.cli.command import SHIPPED
+from trivium.cli.command import SHIPPED, check_shipped
 
 
 class What(StrEnum):
@@ -40,6 +40,7 @@ def parse(
     from trivium.chat.transcript import read_transcript
     from trivium.cli.tokens import read_json
 
+    check_shipped(run)
     body = read_json(ids)
     if isinstance(body, dict):
         body = body.get("ids")

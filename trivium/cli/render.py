@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trivium.cli.command import SHIPPED
+from trivium.cli.command import SHIPPED, check_shipped
 
 
 def render(
@@ -31,6 +31,7 @@ def render(
     from trivium.chat.tokenizer import Tokenizer
     from trivium.cli.tokens import coloured, read_json
 
+    check_shipped(run)
     body = read_json(messages)
     if isinstance(body, list):
         body = {"messages": body}

@@ -20,9 +20,6 @@ def sft(
     minutes: Annotated[float | None, typer.Option(help="how long to train: 30, or 10 on data of your own")] = None,
     steps: Annotated[int | None, typer.Option(help="train for so many steps, however long they take")] = None,
     dialogues: Annotated[int | None, typer.Option(min=1, help="how many to generate, else 12,000")] = None,
-    all_tools: Annotated[
-        bool, typer.Option("--all-tools", help="declare every tool in each generated dialogue, as `trivium chat` does")
-    ] = False,
     name: Annotated[str | None, typer.Option(help="name of the run; else nano-chat or sft, with a number")] = None,
     out: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
@@ -44,8 +41,6 @@ def sft(
 
     if data is not None and dialogues is not None:
         raise ValueError("dialogues: with --data none are generated")
-    if data is not None and all_tools:
-        raise ValueError("all-tools: with --data no dialogues are generated")
     if minutes is not None and steps is not None:
         raise ValueError(f"minutes: {steps} steps are given, and a run of a number of steps goes by no clock")
     recipe = RECIPES["nano-chat" if data is None else "sft"]
@@ -59,7 +54,7 @@ def sft(
     num = 12_000 if dialogues is None else dialogues
     if data is None:
         longest = config.stages[-1].max_len
-        found = generated(num_dialogues=num, num_drills=num // 2, seed=seed, all_tools=all_tools, max_tokens=longest)
+        found = generated(num_dialogues=num, num_drills=num // 2, seed=seed, max_tokens=longest)
     else:
         found = from_path(data)
     from trivium.cli.chat_run import train

@@ -14,13 +14,11 @@ from trivium.chat.parse import parse
 from trivium.chat.render import Renderer
 from trivium.chat.tokenizer import Tokenizer
 from trivium.envs.grade import says
-from trivium.envs.synth.dialogue import EFFORTS, KINDS, Dialogue, dialogue
+from trivium.envs.synth.dialogue import EFFORTS, KINDS, NO_CALLS, Dialogue, dialogue
 from trivium.evals.continuation import answers
 from trivium.model.kimi_k3 import KimiK3
 
-# Kinds that want no tool: reported, whatever they are.
-WITHOUT_TOOLS = ("refused", "impossible", "small", "talk", "echo", "short")
-WITH_TOOLS = tuple(kind for kind in KINDS if kind not in WITHOUT_TOOLS)
+WITH_TOOLS = tuple(kind for kind in KINDS if kind not in NO_CALLS)
 MAX_MESSAGES = 4  # of the assistant, on one question
 MAX_TOKENS = 320  # of one of them
 _BATCH = 48
@@ -110,7 +108,7 @@ def report(outcomes: Iterable[Outcome], by_effort: Mapping[str, Sequence[Outcome
     every = [outcome for kind in by_kind.values() for outcome in kind]
     groups = {kind: by_kind[kind] for kind in KINDS if kind in by_kind}
     groups["with tools"] = [outcome for outcome in every if outcome.kind in WITH_TOOLS]
-    groups["without tools"] = [outcome for outcome in every if outcome.kind in WITHOUT_TOOLS]
+    groups["without tools"] = [outcome for outcome in every if outcome.kind in NO_CALLS]
     groups["all"] = every
     return ChatReport(
         scores={name: _score(group) for name, group in groups.items() if group},

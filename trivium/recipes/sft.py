@@ -71,19 +71,16 @@ class SftOutcome:
     reports: dict[str, ChatReport] | None
 
 
-def generated(
-    *, num_dialogues: int, num_drills: int, seed: int = 0, all_tools: bool = False, max_tokens: int | None = None
-) -> ChatData:
+def generated(*, num_dialogues: int, num_drills: int, seed: int = 0, max_tokens: int | None = None) -> ChatData:
     """Generated dialogues with tools, and drills of copying, shorter than all others; those of at most `max_tokens` tokens.
 
-    `all_tools`: every dialogue declares all of them, as `trivium chat` does, and none is refused.
     A seed's dialogues are no other seed's, and none is held out with the same phrasings.
     """
 
     def train() -> Iterator[Conversation]:
         first = seed * 10**9
         for number in range(num_dialogues):
-            yield dialogue(first + number, all_tools=all_tools).conversation
+            yield dialogue(first + number).conversation
         for number in range(num_drills):
             yield drill(first + number).conversation
 
@@ -93,12 +90,12 @@ def generated(
         return ChatStreams(train=shards, heldout=chat_stream(heldout, tokenizer), folder=folder / TOKENS)
 
     # Of what the generator says today: another version of it is other data.
-    said = hashlib.sha256(f"{num_dialogues} {num_drills} {seed}{' all tools' * all_tools}".encode())
+    said = hashlib.sha256(f"{num_dialogues} {num_drills} {seed}".encode())
     for number in range(_PROBE):
         for made in (dialogue, drill):
             said.update(render(made(seed * 10**9 + number).conversation, answer=False).text.encode())
     fingerprint = said.hexdigest()
-    about = {"generated": {"dialogues": num_dialogues, "drills": num_drills, "seed": seed, "all_tools": all_tools}}
+    about = {"generated": {"dialogues": num_dialogues, "drills": num_drills, "seed": seed}}
     return ChatData(streams=streams, fingerprint=fingerprint, about=about, synthetic=True)
 
 

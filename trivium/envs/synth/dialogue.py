@@ -50,42 +50,30 @@ class Dialogue:
         return replace(self.conversation, messages=self.conversation.messages[: self.asked])
 
 
-def dialogue(
-    seed: int,
-    *,
-    heldout: bool = False,
-    kinds: Sequence[str] = (),
-    effort: Effort | None = None,
-    all_tools: bool = False,
-) -> Dialogue:
+def dialogue(seed: int, *, heldout: bool = False, kinds: Sequence[str] = (), effort: Effort | None = None) -> Dialogue:
     """The dialogue of a seed: one to five turns, the last of one of the `kinds`.
 
     Held-out ones are phrased otherwise, and their seeds give other numbers. The tools declared are those of its turns
-    and some others, or all others that there are, in any order; a turn of kind "refused" lacks what it needs. With
-    `all_tools` all are declared, as in `trivium chat`, and so nothing is refused.
+    and some others, or all others that there are, in any order. Where the last turn is of kind "refused" mostly none are,
+    and all that wants one is refused; else the one that it needs lacks.
     """
     draw = random.Random(f"{'held out' if heldout else 'learned'} {seed}")
     people = _people(draw)
     toolbox = Toolbox(people=people)
     make = _Maker(draw, heldout, toolbox)
     count = draw.choice((1, 1, 1, 2, 2, 3, 4, 5))
-    last = draw.choice(kinds) if kinds else make.any_kind()
-    while all_tools and last == "refused":
-        last = make.any_kind()
+    last = draw.choice(kinds) if kinds else make.any_kind(KINDS)
     count = max(count, 2) if last == "follow up" else count
+    bare = last == "refused" and draw.random() < 0.75
+    before = [kind for kind in KINDS if (kind in NO_CALLS if bare else kind != "refused")]
     turns: list[Turn] = []
     # Drawn again where a tool would be both declared and lacking, or where all would not fit into 2,048 tokens.
-    while (
-        not turns
-        or (all_tools and _lacking(turns))
-        or _needed(turns) & _lacking(turns)
-        or sum(len(turn.steps) + 1 for turn in turns) > _MAX_WRITTEN
-    ):
+    while not turns or _needed(turns) & _lacking(turns) or sum(len(turn.steps) + 1 for turn in turns) > _MAX_WRITTEN:
         turns = []
         for index in reversed(range(count)):
-            before_last = "arithmetic" if index == 1 and last == "follow up" else make.any_kind()
+            before_last = "arithmetic" if index == 1 and last == "follow up" else make.any_kind(before)
             turns.append(make.made[before_last if index else last](turns))
-    declared = _declared(draw, turns, all_tools)
+    declared = () if bare else _declared(draw, turns)
     said = effort is not None or draw.random() < 0.6  # else nothing is said of it, and it is thought as at high
     effort = effort or (draw.choice(EFFORTS) if said else "high")
     thinking = draw.random() >= 0.08
@@ -133,8 +121,8 @@ class _Maker:
             "short": self.short,
         }
 
-    def any_kind(self) -> str:
-        return self.draw.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+    def any_kind(self, kinds: Sequence[str]) -> str:
+        return self.draw.choices(kinds, weights=[WEIGHTS[kind] for kind in kinds])[0]
 
     def ask(self, phrasings: Phrasings, **values: Any) -> str:
         text = self.draw.choice(phrasings.of(self.heldout)).format(**values)
@@ -352,7 +340,7 @@ WEIGHTS = {
     "days": 2.0,
     "weekday": 1.5,
     "look up": 2.5,
-    "refused": 2.5,
+    "refused": 2.0,
     "impossible": 1.2,
     "small": 1.0,
     "talk": 0.8,
@@ -360,6 +348,7 @@ WEIGHTS = {
     "short": 0.4,
 }
 KINDS = tuple(WEIGHTS)
+NO_CALLS = ("refused", "impossible", "small", "talk", "echo", "short")
 
 
 def _people(draw: random.Random) -> tuple[Person, ...]:
@@ -379,11 +368,11 @@ def _people(draw: random.Random) -> tuple[Person, ...]:
     )
 
 
-def _declared(draw: random.Random, turns: Sequence[Turn], all_tools: bool) -> tuple[Tool, ...]:
+def _declared(draw: random.Random, turns: Sequence[Turn]) -> tuple[Tool, ...]:
     """What the turns need but for those refused, and up to two others, or all others there are."""
     needed = _needed(turns)
     others = [name for name in TOOLS if name not in needed | _lacking(turns)]
-    more = len(others) if draw.random() < 0.35 or all_tools else min(len(others), draw.choice((0, 0, 1, 2)))
+    more = len(others) if draw.random() < 0.35 else min(len(others), draw.choice((0, 0, 1, 2)))
     names = [*sorted(needed), *draw.sample(others, more)]
     draw.shuffle(names)
     return tuple(TOOLS[name] for name in names)
