@@ -1,4 +1,5 @@
-# Everything is set up by itself in .venv (`make .venv/installed`): `make test`, `make quickstart MINUTES=4`, `make lint`.
+# Everything is set up by itself in .venv (`make .venv/installed`): `make chat`, `make quickstart MINUTES=4`, `make test`,
+# `make lint`.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MINUTES ?= 4
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 quoted = '$(subst ','\'',$(1))'
 option = $(if $(2),$(1) $(call quoted,$(2)))
 
-.PHONY: test quickstart lint flips FORCE
+.PHONY: test quickstart chat lint flips FORCE
 .DELETE_ON_ERROR:
 
 test: $(VENV)/installed
@@ -21,6 +22,9 @@ test: $(VENV)/installed
 quickstart: $(VENV)/installed
 	$(BIN)/trivium quickstart --minutes $(call quoted,$(MINUTES)) --out $(call quoted,$(RUNS)) \
 		$(call option,--data,$(DATA)) $(call option,--steps,$(STEPS)) $(call option,--name,$(NAME))
+
+chat: $(VENV)/installed
+	@$(BIN)/trivium chat
 
 # Puts every wrong line of tests/flips.toml into a copy of the package and sees the named test fail: ten minutes.
 flips: $(VENV)/installed

@@ -90,7 +90,7 @@ def trivium_(
 ) -> None:
     """The whole Kimi K3 system: train one of your own, run it, look into it.
 
-    Begin with `trivium quickstart`.
+    Begin with `trivium chat`, or train one yourself with `trivium quickstart`.
     """
 
 
