@@ -1,7 +1,7 @@
 """Makes the shipped model of a finished nano-chat run: packs it, scores what was packed, and writes how it was made.
 
     trivium quickstart --minutes 4 --name base
-    trivium sft runs/base --minutes 60
+    trivium sft runs/base --minutes 30
     python -m benchmarks.ship runs/nano-chat        # writes trivium/shipped/nano-chat, at most 10 MB
 
 `trivium eval chat` scores it again.

@@ -72,9 +72,10 @@ class SftOutcome:
 
 
 def generated(*, num_dialogues: int, num_drills: int, seed: int = 0, max_tokens: int | None = None) -> ChatData:
-    """Generated dialogues with tools, and drills of copying, shorter than all others; those of at most `max_tokens` tokens.
+    """Generated dialogues with tools, and drills of copying, shorter than all others.
 
-    A seed's dialogues are no other seed's, and none is held out with the same phrasings.
+    Those of more than `max_tokens` tokens are left out. A seed's dialogues are no other seed's, and none is held out with
+    the same phrasings.
     """
 
     def train() -> Iterator[Conversation]:
@@ -119,7 +120,7 @@ def nano_chat(*, minutes: float | None = None, num_steps: int | None = None, see
     """A quickstart's model on generated dialogues, 2,048 tokens a step.
 
     First come drills of copying alone: without any, 1,000 steps of dialogues taught it not one argument. After 600 steps
-    of them nothing more is learned there: they are a quarter of a short run, and less of one of half an hour.
+    of them little more is learned there: they are a quarter of a short run, and less of one of half an hour.
     """
     minutes = 30 if minutes is None else minutes
     short = minutes < 15 if num_steps is None else num_steps < 2500
