@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trivium.cli.command import SHIPPED, check_finished, dtype_on
+from trivium.cli.options import Device, TalkingDtype, TalkingRun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,12 +36,7 @@ class EffortChoice(StrEnum):
 
 
 def chat(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help="a run's folder, or one in the released layout; else the shipped nano-chat", show_default=False
-        ),
-    ] = SHIPPED,
+    run: TalkingRun = SHIPPED,
     effort: Annotated[
         EffortChoice | None, typer.Option(help="how long it thinks, else high", show_default=False)
     ] = None,
@@ -54,13 +50,8 @@ def chat(
     show_tokens: Annotated[
         bool, typer.Option("--show-tokens", help="print each prompt and answer token by token, in colour")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="bfloat16 or float32; else float32 on a CPU, and elsewhere what the file says", show_default=False
-        ),
-    ] = None,
+    device: Device = "cpu",
+    dtype: TalkingDtype = None,
 ) -> None:
     """Talk to a model. It runs its tools itself: arithmetic, units, dates, and a small directory of people.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trivium.cli.command import SHIPPED, check_finished, dtype_on
+from trivium.cli.options import Device, TalkingDtype, TalkingRun
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -20,23 +20,13 @@ def evaluate() -> None:
 
 @app.command()
 def chat(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            help="a run's folder, or one in the released layout; else the shipped nano-chat", show_default=False
-        ),
-    ] = SHIPPED,
+    run: TalkingRun = SHIPPED,
     dialogues: Annotated[int, typer.Option(min=1, help="how many are answered")] = 400,
     seed: Annotated[
         int | None, typer.Option(help="another one asks other questions; else the run's", show_default=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="bfloat16 or float32; else float32 on a CPU, and elsewhere what the file says", show_default=False
-        ),
-    ] = None,
+    device: Device = "cpu",
+    dtype: TalkingDtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Let a model answer generated dialogues that it did not learn from, with tools, and check what it says.

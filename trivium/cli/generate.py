@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from trivium.cli.command import check_finished
+from trivium.cli.options import Device
 
 
 def generate(
@@ -20,7 +21,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens that hold this share")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same text; else one is drawn")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be given several times")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; else what the file says")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object, at the end")] = False,
 ) -> None:

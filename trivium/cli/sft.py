@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from trivium.cli.options import Device
+
 
 def sft(
     context: typer.Context,
@@ -22,7 +24,7 @@ def sft(
     dialogues: Annotated[int | None, typer.Option(min=1, help="how many to generate, else 12,000")] = None,
     name: Annotated[str | None, typer.Option(help="name of the run; else nano-chat or sft, with a number")] = None,
     out: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="of the order of the conversations, and of generated ones")] = 0,
     show: Annotated[
         bool, typer.Option("--show", help="print the run's fields and their values, and train nothing")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from trivium.cli.options import Device
+
 
 def train(
     context: typer.Context,
@@ -21,7 +23,7 @@ def train(
     name: Annotated[str | None, typer.Option(help="name of the run; else train-RECIPE, train-RECIPE-2, ...")] = None,
     out: Annotated[Path, typer.Option(help="folder of all runs")] = Path("runs"),
     save_every: Annotated[float, typer.Option(help="seconds between two saves, the most that a kill can cost")] = 60.0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Device = "cpu",
     seed: Annotated[int, typer.Option(help="of the initialisation and the order of the text")] = 0,
     show: Annotated[
         bool, typer.Option("--show", help="print the run's fields and their values, and train nothing")
