@@ -1,5 +1,7 @@
 """Answers as text in which {O}, {C}, {S} and {E} stand for marks, and a tokenizer of one id a byte to read them with."""
 
+import json
+
 from trivium.chat.message import Conversation, Options, Tool, user
 from trivium.chat.parse import Parser, parse
 from trivium.chat.render import Renderer, escaped
@@ -54,6 +56,14 @@ def call_of(elements: str):
 
 def argument(key: str, type_: str, text: str) -> str:
     return f'{{O}}argument key="{escaped(key)}" type="{type_}"{{S}}{text}{{C}}argument{{S}}'
+
+
+def is_object(text: str) -> bool:
+    """Whether a client would take the text of a call's arguments."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def counted():

@@ -201,11 +201,32 @@ def test_a_stray_mark_hides_no_more_than_a_word(stray):
     said = " world, and what else there is."
     answer = read(f"Hello {stray}{said}{{C}}response{{S}}{{C}}message{{S}}{{E}}", channel="response")
     (flaw,) = answer.flaws
-    assert flaw == Flaw("header", marked(stray) + " ")  # an id is a byte here, and no tag begins with a space
-    assert (answer.text, answer.finish_reason) == ("Hello " + said[1:], "stop")
-    # A tag that nobody knows is one up to where it can be no header; one that is known is no content whatever follows.
-    assert read(f"a{stray}b is c{{C}}response{{S}}{{E}}", channel="response").text.endswith("c")
+    assert flaw == Flaw("header", marked(stray))  # no tag begins with a space
+    assert (answer.text, answer.finish_reason) == ("Hello " + said, "stop")
+    # A tag is one up to where it can be no header; of one that has attributes nothing that follows is content.
+    assert read(f"a{stray}b is c{{C}}response{{S}}{{E}}", channel="response").text.endswith(" c")
     assert read(f"a{stray}call is c{{S}}b{{C}}response{{S}}{{E}}", channel="response").text == "ab"
+
+
+@pytest.mark.parametrize("tag", ["message", "response", "tools", "think", "responses", "thinking", "calls", "jsonl"])
+@pytest.mark.parametrize("stray", ["{O}", "{C}"])
+@pytest.mark.parametrize("space", ["\n\n", "\u3000"])
+def test_a_mark_whose_sep_is_forgotten_hides_no_more_than_its_tag(stray, tag, space):
+    text = f"hm{{C}}think{{S}}{stray}{tag}{space}It is 42 \u00e9.{{C}}response{{S}}{{C}}message{{S}}{{E}}"
+    answer = read(text)
+    assert (answer.reasoning, answer.text, answer.finish_reason) == ("hm", f"{space}It is 42 \u00e9.", "stop")
+    assert answer.flaws[0] == Flaw("header", marked(stray) + tag)
+    parser = Parser(BYTES, channel="think")
+    assert "".join(event.text for event in pushed(parser, ids_of(f"so{stray}{tag}{space}and"))) == (
+        f"so{marked(stray)}{tag}{space}and"  # as it comes, and not at the next mark
+    )
+    assert parser.finish("stop")[-1].usage.num_reasoning == len(f"so{space}and".encode())
+
+
+@pytest.mark.parametrize("tag", ['message role="us"er"', 'response x="a"b', "call tool", "argument\nkey", "json\n{}"])
+def test_what_may_be_of_an_attribute_is_no_content(tag):
+    answer = read(f"a{{O}}{tag} and more{{C}}response{{S}}{{E}}", channel="response")
+    assert answer.text == "a" and answer.flaws[0] == Flaw("header", marked("{O}") + f"{tag} and more")
 
 
 def test_whitespace_between_think_and_what_follows_is_no_content():

@@ -11,11 +11,12 @@ from tests.answers import (
     argument,
     call_of,
     ids_of,
+    is_object,
     marked,
     pushed,
     read,
 )
-from trivium.chat.events import CallEnd, Flaw
+from trivium.chat.events import ArgumentText, CallEnd, Flaw
 from trivium.chat.message import ToolCall
 from trivium.chat.parse import Parser, parse
 
@@ -129,7 +130,7 @@ def test_b005_an_argument_without_a_type_has_that_of_the_schema(tool, key, text,
 def test_a_json_element_is_the_object_or_the_call_has_a_problem(text, arguments):
     call, flaws = call_of(f'{{O}}json type="string" x="y"{{S}}{text}{{C}}json{{S}}')
     assert call.arguments == arguments and flaws == ()
-    assert call.text == (text if text.strip() else "{}")
+    assert call.text + call.unsent == (text if text.strip() else "{}")
     assert call.problem == ("" if arguments is not None else "no JSON object in json")
 
 
@@ -171,16 +172,15 @@ def test_what_is_wrong_in_a_call_is_its_problem(elements, problem):
     call, _ = call_of(elements)
     assert call.problem.split("; ")[0] == problem
     assert call.arguments is None and not call.executable
-    if "json" not in elements:  # that is sent as it comes
-        with pytest.raises(ValueError):
-            json.loads(call.text)
+    with pytest.raises(ValueError):
+        json.loads(call.text)
 
 
 def test_elements_that_have_no_place_beside_others_are_flaws():
     for elements, text, lost in (
         (K + JSON, '{"k": 1', '{"a": 1}'),
-        (JSON + K, '{"a": 1}', "1"),
-        (JSON * 2, '{"a": 1}', '{"a": 1}'),
+        (JSON + K, '{"a": 1', "1"),
+        (JSON * 2, '{"a": 1', '{"a": 1}'),
     ):
         call, flaws = call_of(elements)
         assert call.text == text and flaws == (Flaw("text", lost),)
@@ -199,6 +199,44 @@ def test_arguments_are_as_deep_as_a_call_can_have_them():
     assert ToolCall(id="1", name="f", arguments=call.arguments)
     call, _ = call_of('{O}json{S}{"k": ' + "[" * 99 + "]" * 99 + "}{C}json{S}")
     assert ToolCall(id="1", name="f", arguments=call.arguments)
+
+
+@pytest.mark.parametrize("close", ["{C}argument{S}{C}call{S}", "{C}argument{S}", "", "{E}", "{O}tools{S}"])
+@pytest.mark.parametrize(
+    "type_, text",
+    [
+        *(
+            ("object", text)
+            for text in ("{}}", '{"a": 1}, "admin": true}', '{"a": "}"}}', '{"a": "\\\\"}}', "{]}", "{}\n}")
+        ),
+        *(("array", text) for text in ("[1]}", '[1], "x": [2]}', "[[]]}]", "[}")),
+        *(("number", text) for text in ("5}", '5, "admin": true}', "}")),
+        *(("boolean", "true}"), ("null", 'null, "a": {}}'), ("object", "5}"), ("string", '"}')),
+    ],
+)
+def test_no_value_closes_the_arguments_that_it_is_in(type_, text, close):
+    ids = ids_of(f'{{O}}call tool="f" index="1"{{S}}{{O}}argument key="k" type="{type_}"{{S}}{text}{close}')
+    for new in range(1, len(ids)):  # whole ids, and pieces of several characters
+        parser = Parser(BYTES, channel="response", tools=TOOLS)
+        got = pushed(parser, ids[:new])
+        sent = "".join(event.text for event in got if isinstance(event, ArgumentText))
+        assert not is_object(sent)
+    answer = parse(ids, BYTES, channel="response", tools=TOOLS)
+    (call,) = answer.calls
+    if call.executable:  # what is none of its type is a string
+        assert call.arguments == {"k": text}
+    else:
+        assert not is_object(call.text)
+
+
+@pytest.mark.parametrize(
+    "elements", ['{O}json{S}{"a": 1}', '{O}json{S}{"a": 1}}', '{O}json{S}{"a": 1} {}', "{O}json{S}5"]
+)
+@pytest.mark.parametrize("close", ["", "{E}", "{C}json{S}", "{C}json{S}{O}foo{S}{C}call{S}"])
+def test_a_json_element_with_a_fault_is_never_sent_whole(elements, close):
+    answer = read(f'{{O}}call tool="f" index="1"{{S}}{elements}{close}', channel="response")
+    (call,) = answer.calls
+    assert not call.executable and not is_object(call.text)
 
 
 OPEN_CALL = '{O}call tool="f" index="1"{S}{O}argument key="k" type="TYPE"{S}'

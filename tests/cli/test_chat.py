@@ -260,6 +260,13 @@ def test_what_has_no_place_in_an_answer_is_told(talk):
     assert "(stray marker: '<|open|>[red]<|sep|>')" in out and "(stray end: '[UNK]')" in out and "Yes." in out
 
 
+@pytest.mark.parametrize("end", ["[EOS]", "[EOT]"])
+def test_nothing_is_generated_behind_an_end(talk, end):
+    ids = [*said("Yes.")[:-1], TOKENIZER.special_ids[end], *TOKENIZER.encode(" and so on") * 100]
+    out, _ = talk(["One."], [ids])
+    assert "Yes." in out and out.count("stray") == 0 and "(cut:" not in out
+
+
 def test_an_answer_that_is_cut_says_so(talk):
     out, prompts = talk(["One.", "Two."], [said("It goes on and on.")[:-12], said("Second.")])
     assert "(cut: it reached the most tokens an answer may have)" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,12 +51,14 @@ class ArgumentText:
 class CallEnd:
     """A call is over; each that started has its end. It may be executed only where there is no problem.
 
-    Who sees only the text is not misled: of arguments with a fault the last brace is never sent, so that they are no
-    JSON. A json element, which is sent as it comes, may be whole all the same; so is a call of an undeclared tool.
+    Who sees only the text is not misled: of arguments with a fault the last brace is never sent, and no value closes
+    more brackets than it opens, so that they are no JSON object. Of a call of an undeclared tool they may be whole.
+    `unsent` is that brace where the model wrote it, in a json element, with what followed it.
     """
 
     index: int
     problem: str = ""
+    unsent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ Event = ReasoningText | ResponseText | CallStart | ArgumentText | CallEnd | Flaw
 class Call:
     """A call as the model wrote it. `text` is the JSON text of `arguments`, or as much as there is of it.
 
-    `arguments` is None where there is a `problem`.
+    `arguments` is None where there is a `problem`; `unsent` is as in `CallEnd`.
     """
 
     id: str
@@ -97,6 +100,7 @@ class Call:
     text: str
     arguments: dict[str, Any] | None
     problem: str = ""
+    unsent: str = ""
 
     @property
     def executable(self) -> bool:
@@ -131,7 +135,7 @@ def fold(events: Iterable[Event]) -> Answer:
     flaws: list[Flaw] = []
     starts: list[CallStart] = []
     arguments: list[list[str]] = []
-    problems: dict[int, str] = {}
+    ends: list[CallEnd] = []
     finish: Finish | None = None
     for event in events:
         match event:
@@ -144,8 +148,8 @@ def fold(events: Iterable[Event]) -> Answer:
                 arguments.append([])
             case ArgumentText(index, text):
                 arguments[index].append(text)
-            case CallEnd(index, problem):
-                problems[index] = problem
+            case CallEnd():
+                ends.append(event)
             case Flaw():
                 flaws.append(event)
             case Finish():
@@ -155,20 +159,21 @@ def fold(events: Iterable[Event]) -> Answer:
     return Answer(
         reasoning="".join(reasoning),
         text="".join(response),
-        calls=tuple(_call(start, "".join(arguments[start.index]), problems[start.index]) for start in starts),
+        calls=tuple(_call(start, "".join(arguments[start.index]), ends[start.index]) for start in starts),
         flaws=tuple(flaws),
         finish_reason=finish.reason,
         usage=finish.usage,
     )
 
 
-def _call(start: CallStart, text: str, problem: str) -> Call:
+def _call(start: CallStart, text: str, end: CallEnd) -> Call:
     return Call(
         id=start.id,
         name=start.name,
         text=text,
-        arguments=None if problem else strict_json.loads(text),
-        problem=problem,
+        arguments=None if end.problem else strict_json.loads(text),
+        problem=end.problem,
+        unsent=end.unsent,
     )
 
 
@@ -177,23 +182,54 @@ def _call(start: CallStart, text: str, problem: str) -> Call:
 _JSON_SPACE = " \t\n\r"
 _FIRST = {"object": "{", "array": "["}
 _SCALARS = ("number", "boolean", "null")
+_STRUCTURE = re.compile(r'[][{}"\\]')
+_UNQUOTED = re.compile(r"[-+.\w\s]*")  # as numbers, boolean and null are written, whole or cut
 _json_string = json.JSONEncoder(ensure_ascii=False).encode  # of a str; json.dumps makes a new encoder each time
+
+
+class _Brackets:
+    """Follows JSON, piece by piece, to where the bracket that it begins with is closed."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def end_of(self, text: str) -> int | None:
+        """Where in this piece the last bracket has come, behind it; None where it has not."""
+        at = int(self._escaped and bool(text))
+        self._escaped &= not text
+        while match := _STRUCTURE.search(text, at):
+            at = match.end()
+            if self._in_string:
+                self._in_string = match[0] != '"'
+                if match[0] == "\\":
+                    self._escaped = at == len(text)
+                    at += 1
+            elif match[0] == '"':
+                self._in_string = True
+            elif match[0] != "\\":
+                self._depth += 1 if match[0] in "{[" else -1
+                if self._depth == 0:
+                    return at
+        return None
 
 
 @dataclass
 class Value:
     """An argument or json element that is open.
 
-    mode: string, sent as it comes, escaped · raw, JSON sent as it comes · scalar, held until the close · start, held
-    until its first character says which of string and raw it is · lost, no part of the arguments.
+    mode: string, sent as it comes, escaped · raw, JSON sent as it comes · over, JSON whose last bracket has come ·
+    scalar, held until the close · start, held until its first character says which of string and raw it is · lost, no
+    part of the arguments.
     """
 
     tag: str
     key: str
     type: str
     marker: str
-    mode: Literal["string", "raw", "scalar", "start", "lost"]
+    mode: Literal["string", "raw", "over", "scalar", "start", "lost"]
     held: list[str] = field(default_factory=list)
+    brackets: _Brackets = field(default_factory=_Brackets)
 
     @property
     def text(self) -> str:
@@ -210,6 +246,9 @@ class CallArguments:
         self._tool = tool
         self._keys: set[str] = set()
         self._has_json = False
+        self._last = (
+            ""  # of a json element the last bracket and what follows it: sent if nothing is wrong with the call
+        )
         self._problems: dict[str, None] = {}  # in order, each once
 
     def spoil(self, problem: str) -> None:
@@ -268,22 +307,48 @@ class CallArguments:
         if value.mode == "string":
             self._say(_json_string(text)[1:-1], out)
             return
+        if value.mode in ("raw", "over"):
+            self._push_json(value, text, out)
+            return
         value.held.append(text)
-        if value.mode == "raw":
+        if value.mode == "scalar" or not text.strip(None if value.tag == "json" else _JSON_SPACE):
+            return
+        start = value.text.lstrip(_JSON_SPACE)
+        if value.tag == "json" or start[0] == _FIRST[value.type]:
+            text = value.text
+            value.held.clear()
+            value.mode = "raw"
+            self._push_json(value, text, out)
+        else:
+            value.mode = "string"
+            out.append(Flaw("type", value.marker))
+            self._say(_json_string(value.text)[:-1], out)
+
+    def _push_json(self, value: Value, text: str, out: list[Event]) -> None:
+        """JSON as it comes, up to its last bracket. What is behind that is no part of an argument, but whitespace."""
+        end = value.brackets.end_of(text) if value.mode == "raw" else 0
+        if end is None:
+            value.held.append(text)
             self._say(text, out)
-        elif value.mode == "start" and value.tag == "json":
-            if text.strip():
-                value.mode = "raw"
-                self._say(value.text, out)
-        elif value.mode == "start":
-            start = text.lstrip(_JSON_SPACE)
-            if start and start[0] == _FIRST[value.type]:
-                value.mode = "raw"
-                self._say(value.text, out)
-            elif start:
-                value.mode = "string"
-                out.append(Flaw("type", value.marker))
-                self._say(_json_string(value.text)[:-1], out)
+            return
+        value.mode = "over"
+        inner, rest = text[:end], text[end:]
+        if value.tag == "json":  # the whole of the arguments
+            value.held.append(text)
+            self._say(inner[:-1], out)
+            self._last += inner[-1:] + rest
+            if rest.strip(_JSON_SPACE):
+                value.mode = "raw"  # and no JSON any more
+                self._say(self._last, out)
+                self._last = ""
+        elif rest.strip(_JSON_SPACE):
+            self._say(inner, out)
+            self.spoil(f"no JSON {value.type}")
+            out.append(Flaw("text", rest))
+            value.mode = "lost"
+        else:
+            value.held.append(text)
+            self._say(text, out)
 
     def close(self, out: list[Event]) -> None:
         """The element that is open is closed: what was held is sent, and JSON is judged."""
@@ -292,16 +357,16 @@ class CallArguments:
         if value.mode == "string":
             self._say('"', out)
         elif value.mode == "start" and value.tag == "json":
-            self._say("{}", out)
+            self._last = "{}"
         elif value.mode in ("start", "scalar"):
             if _is_json(value.text, value.type):
                 self._say(value.text, out)
             else:
                 out.append(Flaw("type", value.marker))
                 self._say(_json_string(value.text), out)
-        elif value.mode == "raw" and not _is_json(value.text, value.type, inside=value.tag == "argument"):
+        elif value.mode != "lost" and not _is_json(value.text, value.type, inside=value.tag == "argument"):
             self.spoil(f"no JSON {value.type}")
-        elif value.mode == "raw" and value.tag == "json":
+        elif value.mode != "lost" and value.tag == "json":
             for key in strict_json.loads(value.text):
                 if len(key) > MAX_NAME_CHARS:
                     self.spoil(_too_long(key))
@@ -312,11 +377,13 @@ class CallArguments:
         if self.value is not None or not closed:
             self.spoil("unclosed")
         if self.value is not None and self.value.mode in ("start", "scalar"):
-            self._say(self.value.text, out)
-        if not self._problems and not self._has_json:
-            self._say("}" if self._keys else "{}", out)
+            text = self.value.text
+            self._say(text if _UNQUOTED.fullmatch(text) else _json_string(text)[:-1], out)
+        unsent = self._last if self._problems else ""
+        if not self._problems:
+            self._say(self._last if self._has_json else "}" if self._keys else "{}", out)
         problem = "; ".join([self.undeclared] * bool(self.undeclared) + list(self._problems))
-        out.append(CallEnd(self.index, problem))
+        out.append(CallEnd(self.index, problem, unsent))
         return problem
 
     def _say(self, text: str, out: list[Event]) -> None:

@@ -243,11 +243,19 @@ class Parser:
         text = header.content.decode("utf-8", errors="ignore")
         if _begins_header(text, header.opens) and len(header.content) <= MAX_HEADER_BYTES:
             return
-        self._break_header(header)
-        if not text.startswith(_TAGS):
-            self._cut_header(out)  # a stray mark hides no more than a word
-        elif len(header.content) > MAX_HEADER_BYTES:
-            self._release(out)  # at once; what is left of the header is lost too, and no content
+        if _HAS_ATTRIBUTES.match(text):
+            self._break_header(header)
+            if len(header.content) > MAX_HEADER_BYTES:
+                self._release(out)  # at once; what is left of the header is lost too, and no content
+            return
+        # A stray mark, or one without its SEP, hides no more than a word: the character that ends that is text again.
+        behind = [header.ids.pop()]
+        while header.ids and self._bytes_of(behind[0])[0] & 0xC0 == 0x80:
+            behind.insert(0, header.ids.pop())
+        self._cut_header(out)
+        self._num_reasoning += len(behind) if self._place == "think" else 0
+        if again := "".join([self._decoder.push(id_) for id_ in behind]):
+            self._text(again, out)
 
     def _break_header(self, header: _Header) -> None:
         if not header.broken:
@@ -366,7 +374,11 @@ class Parser:
 
 # --- Headers --------------------------------------------------------------------------------------------------------
 
-_TAGS = ("message", "think", "response", "tools", "call", "argument", "json")
+# What follows these may be of an attribute, and is no content.
+_HAS_ATTRIBUTES = re.compile(
+    r'(?:(?:call|argument|json)(?![^\s"=])|(?:message|think|response|tools)(?![^\s"=])[^"]*=")'
+)
+_TAG = re.compile(r"(?:message|think|response|tools|call|argument|json) ")
 _BEGUN = re.compile(r'[^\s"=]{0,64}(?<!^)(?: [^\s"=]+="[^"]*")*(?: (?:[^\s"=]+(?:=(?:"[^"]*)?)?)?)?')
 _HEADER = re.compile(r'([^\s"=]+)((?: [^\s"=]+="[^"]*")*)')
 _ATTRIBUTE = re.compile(r' ([^\s"=]+)="([^"]*)"')
@@ -382,8 +394,10 @@ class _Header:
 
 
 def _begins_header(text: str, opens: bool) -> bool:
-    """Whether a header may begin so. One that closes has a tag alone."""
-    return not text or (_BEGUN.fullmatch(text) is not None and (opens or " " not in text))
+    """Whether a header may begin so. One that closes has a tag alone, and with attributes it is one flaw."""
+    return not text or (
+        _BEGUN.fullmatch(text) is not None and (opens or " " not in text or _TAG.match(text) is not None)
+    )
 
 
 def header_of(text: str) -> tuple[str, dict[str, str]] | None:

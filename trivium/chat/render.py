@@ -119,9 +119,12 @@ def render(conversation: Conversation, *, answer: bool = True) -> Rendering:
         _write_declaration(writer, DECLARATION, options.tools)
     if options.thinking and options.effort is not None:
         _write_option(writer, "thinking-effort", EFFORT.format(effort=options.effort))
-    for index, message in enumerate(messages):
-        if any(image.width is None for image in message.images):
-            raise ValueError(f"messages[{index}]: the size of a picture is not known, and the prompt says it")
+    images = [image for message in messages for image in message.images]
+    for number, image in enumerate(images, start=1):
+        if image.width is None:
+            raise ValueError(
+                f"picture {number} of {len(images)}: its width and height are not known, and the prompt says them"
+            )
     for message, result in results_in_order(messages):
         if result is not None:
             _write_result(writer, message, *result)

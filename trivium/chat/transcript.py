@@ -260,7 +260,7 @@ class _Reader:
 def _tool_call(call: Call) -> ToolCall:
     """A call with arguments, or with a text that is no JSON, which was in a json element."""
     try:
-        arguments = call.text if call.arguments is None else call.arguments
+        arguments = call.text + call.unsent if call.arguments is None else call.arguments
         return ToolCall(id=call.id, name=call.name, arguments=arguments)
     except ValueError as error:
         raise ValueError(f"call of {call.name[:60]!r}: {call.problem or error}") from error

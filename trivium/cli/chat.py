@@ -203,6 +203,8 @@ class Talk:
                     self._console.print(f"\n(a call that is not made: {event.problem})", style="red", markup=False)
                 elif isinstance(event, Flaw):
                     self._console.print(f"\n(stray {event.kind}: {event.text!r})", style="red", markup=False)
+            if parser.finished:  # by [EOT] too, of which the model's loop knows nothing
+                break
         if last is not None or self._show_tokens:
             self._console.print()
         answer = fold(seen)
