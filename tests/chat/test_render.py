@@ -522,7 +522,8 @@ def test_no_stub_where_no_answer_is_asked_for(renderer):
 
 def test_what_cannot_be_rendered_is_named():
     unseen = chat.user([Image(source="x")])
-    with pytest.raises(ValueError, match=r"^messages\[1\]: the size of a picture is not known"):
-        render(Conversation(messages=(chat.user("x"), unseen)))
+    with pytest.raises(ValueError, match=r"^picture 2 of 2: its width and height are not known"):
+        seen = Image(source="y", width=1, height=1)
+        render(Conversation(messages=(chat.user([seen]), unseen)))
     with pytest.raises(ValueError, match=r"^messages: the last one is partial, but no answer is asked for$"):
         render(Conversation(messages=(chat.assistant("x", partial=True),)), answer=False)

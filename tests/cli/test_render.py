@@ -123,7 +123,7 @@ def _marks(body):
         ),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}],
-            "messages[0]: the size of a picture is not known",
+            "picture 1 of 1: its width and height are not known",
         ),
     ],
 )
