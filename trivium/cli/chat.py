@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 HELP = "/new begins again, /effort low|high|max, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 ABOUT_SHIPPED = (
     "A small K3, taught with generated dialogues alone: it calls tools for arithmetic, units, dates and a directory, reads "
-    "their results out, and declines what no tool does. It is no assistant: it knows nothing of the world, and what is "
-    "asked in other ways than it has learned it may get wrong. Its talks had up to five questions: after some, begin anew."
+    "their results out, and declines what no tool does. It is no assistant: it knows nothing of the world, it has never "
+    "seen a tool fail, and what is asked in other ways than it has learned it may get wrong. Its talks had up to five "
+    "questions: after some, begin anew."
 )
 MAX_MESSAGES = 6  # of the assistant, on one question
 
