@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trivium.chat import message as chat
-from trivium.chat.anthropic import read_request, signature_of, write_content
-from trivium.chat.message import Image, Options, ResponseFormat, Text, Tool, ToolCall
+from trivium.chat.anthropic import read_request, signature_of, write_content, write_request
+from trivium.chat.message import Conversation, Image, Options, ResponseFormat, Text, Tool, ToolCall
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA"}
@@ -84,6 +84,107 @@ def test_a_request_is_read_whole():
 
 
 @given(st.data())
+def test_a_request_that_is_written_is_read_as_the_same_conversation(foreign_conversations, data):
+    conversation = data.draw(foreign_conversations)
+    *messages, last = [
+        chat.system(message.text) if message.role == "system" else message for message in conversation.messages
+    ]
+    begun = last.role == "assistant" and bool(last.content) and not last.tool_calls
+    options = conversation.options
+    if options.response_format.kind == "json_object":
+        options = replace(options, response_format=ResponseFormat())
+    conversation = Conversation(messages=[*messages, replace(last, partial=begun)], options=options)
+    assert read_request(write_request(conversation)) == conversation
+
+
+@given(st.data())
+def test_what_is_not_read_as_the_same_is_not_written(conversations, data):
+    conversation = data.draw(conversations)
+    try:
+        body = write_request(conversation)
+    except ValueError:
+        return
+    assert read_request(body) == conversation
+
+
+def test_a_request_is_written_as_clients_know_it():
+    conversation = read_request(BODY)
+    messages = [
+        BODY["messages"][0],
+        {"role": "assistant", "content": write_content(conversation.messages[2])},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "2", "content": "no such city"},
+                {"type": "tool_result", "tool_use_id": "1", "content": "18 C"},
+            ],
+        },
+        {"role": "user", "content": BODY["messages"][2]["content"][2:]},
+        {"role": "assistant", "content": [{"type": "text", "text": "18"}]},
+        {"role": "user", "content": "And b?"},
+    ]
+    tool = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA, "strict": True}
+    options = {name: BODY[name] for name in ("tool_choice", "output_config")}
+    assert write_request(conversation) == options | {"system": "Be brief.", "messages": messages, "tools": [tool]}
+    plain = replace(conversation, options=Options(thinking=False))
+    disabled = {"type": "disabled"}
+    assert write_request(plain) == {"system": "Be brief.", "messages": messages, "thinking": disabled}
+
+
+PICTURE = Image(source="x", width=1, height=1)
+USED = ToolCall(id="1", name="f", arguments={})
+
+
+@pytest.mark.parametrize(
+    "messages, error",
+    [
+        ([], "messages: wanted at least one, got none"),
+        ([chat.user("x", name="n")], "messages[0]: a name has no place in Anthropic's Messages"),
+        ([chat.declare([Tool(name="f")])], "messages[0]: declaring tools has no place in Anthropic's Messages"),
+        (
+            [chat.assistant(tool_calls=[USED]), chat.tool_result("x")],
+            "messages[1]: a result without tool_call_id has no place in Anthropic's Messages",
+        ),
+        ([chat.user([PICTURE])], "messages[0]: a picture's size has no place in Anthropic's Messages"),
+        (
+            [chat.user("x"), chat.system([Image(source="x")])],
+            "messages[1]: a picture of the system has no place in Anthropic's Messages",
+        ),
+        (
+            [chat.assistant(tool_calls=[USED]), chat.assistant("x")],
+            "messages[1]: an answer right behind another has no place in Anthropic's Messages",
+        ),
+        (
+            [chat.user("x"), chat.assistant("y")],
+            "messages[1]: of the last answer wanted calls, no words, or partial: it would be gone on with",
+        ),
+        ([chat.user("x"), chat.assistant(partial=True)], "messages[1]: of the last answer wanted words"),
+    ],
+)
+def test_what_no_request_holds_is_named(messages, error):
+    with pytest.raises(ValueError) as raised:
+        write_request(Conversation(messages=messages))
+    assert str(raised.value) == error
+
+
+def test_an_object_without_a_schema_has_no_place():
+    options = Options(response_format=ResponseFormat(kind="json_object"))
+    with pytest.raises(ValueError, match=r"^response_format: json_object has no place in Anthropic's Messages"):
+        write_request(Conversation(messages=(chat.user("x"),), options=options))
+
+
+@pytest.mark.parametrize(
+    "source", ["data:image/png;base64,AA", "https://a/b", "data:;base64,", "data:,x", "data:a\n;base64,\n"]
+)
+def test_a_picture_is_written_by_its_data_or_its_address(source):
+    conversation = Conversation(messages=(chat.user([Image(source=source)]),))
+    body = write_request(conversation)
+    (block,) = body["messages"][0]["content"]
+    assert block["source"]["type"] == ("base64" if ";base64," in source else "url")
+    assert read_request(body) == conversation
+
+
+@given(st.data())
 def test_what_is_written_is_read_as_the_same_message(answers, data):
     answer = data.draw(answers)
     said = {"role": "assistant", "content": write_content(answer)}
@@ -122,7 +223,8 @@ def test_what_is_no_json_is_told_from_an_argument_of_that_name(arguments):
 
 
 def test_of_a_wrong_request_comes_nothing_but_an_error_that_names_it(check_wrong_requests):
-    check_wrong_requests(read_request, BODY)
+    ignored = {"model", "max_tokens", "cache_control", "citations", "budget_tokens", "signature"}
+    check_wrong_requests(read_request, BODY, ignored)
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------
@@ -146,6 +248,24 @@ def test_results_come_before_what_else_a_message_says():
     assert read_request({"messages": [{"role": "user", "content": []}]}).messages == (chat.user(""),)
 
 
+@pytest.mark.parametrize(
+    "fields, text",
+    [
+        *[
+            ({"is_error": True} | nothing, "error")
+            for nothing in ({}, {"content": None}, {"content": ""}, {"content": []})
+        ],
+        ({"is_error": True, "content": [{"type": "text", "text": ""}]}, "error"),
+        ({"is_error": True, "content": "no such city"}, "no such city"),
+        ({"is_error": False}, ""),
+        ({"is_error": None, "content": ""}, ""),
+    ],
+)
+def test_an_error_that_says_nothing_does_not_read_as_a_success(fields, text):
+    read = read_request({"messages": [CALL, {"role": "user", "content": [result(**fields)]}]})
+    assert read.messages[1:] == (chat.tool_result(text, call_id="1"),)
+
+
 def thinking(text, signature=None):
     return {"type": "thinking", "thinking": text, "signature": signature}
 
@@ -156,6 +276,10 @@ def thinking(text, signature=None):
         ([thinking("a"), thinking("b")], chat.assistant(reasoning="ab")),
         ([thinking("a", "ErUBCkYIBxgCIkA="), {"type": "text", "text": "t"}], chat.assistant("t", reasoning="a")),
         ([{"type": "text", "text": "t"}, thinking("a", "")], chat.assistant("t", reasoning="a")),
+        *[
+            ([thinking("", signature), {"type": "text", "text": "t"}], chat.assistant("t"))
+            for signature in (None, "", signature_of(""))
+        ],
         ([{"type": "text", "text": "t"}, {"type": "text", "text": "u"}], chat.assistant("tu")),
     ],
 )
@@ -235,9 +359,10 @@ DECLARED = {"tools": (Tool(name="f", parameters={}),)}
             for effort in efforts
         ],
         (
-            {"tools": [TOOLS["tools"][0] | {"defer_loading": True, "input_examples": [{}]}]},
+            {"tools": [TOOLS["tools"][0] | {"defer_loading": True, "input_examples": []}]},
             DECLARED,
         ),
+        ({"tools": [TOOLS["tools"][0] | {"input_examples": None}]}, DECLARED),
         ({"tools": [TOOLS["tools"][0] | {"eager_input_streaming": True}]}, DECLARED),
     ],
 )
@@ -264,6 +389,13 @@ def test_options(given, wanted):
             of(thinking("b", signature_of("a")), role="assistant"),
             "messages[0].content[0].signature: is of another text",
         ),
+        *[
+            (
+                of(thinking(text, "ErUBCkYIBxgCIkA="), {"type": "text", "text": "t"}, role="assistant"),
+                "messages[0].content[0].thinking: was not shown, only who signed it has its text: wanted its text",
+            )
+            for text in ("", " \n")
+        ],
         (of(thinking("a")), "messages[0].content[0].type: wanted one of text, image, tool_result, got 'thinking'"),
         (
             of(result(), role="assistant"),
@@ -283,8 +415,12 @@ def test_options(given, wanted):
             of(tools=[{"type": "bash_20250124", "name": "bash"}]),
             "tools[0].type: wanted one of custom, got 'bash_20250124'",
         ),
-        (of(tools=[{"name": "f", "typo": True}]), "tools[0].typo: unknown here, known: type, name,"),
-        (of(output_format={"type": "json_schema"}), "output_format: no longer read, wanted output_config.format"),
+        (
+            of(tools=[{"name": "f", "input_examples": [{"a": 1}]}]),
+            "tools[0].input_examples: not read, wanted its examples in description",
+        ),
+        (of(tools=[{"name": "f", "typo": True}]), "tools[0].typo: unknown here, known: type, input_examples, name,"),
+        (of(output_format={"type": "json_schema"}), "output_format: not read, wanted output_config.format"),
         (of({"type": "tool_reference", "tool_name": "f"}), "messages[0].content[0].type: wanted one of text, image,"),
         (of(tool_choice="auto"), "tool_choice: wanted an object, got 'auto'"),
         (of(tool_choice={"type": "tool"}), "tool_choice.name: missing, wanted text"),

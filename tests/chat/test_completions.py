@@ -1,12 +1,15 @@
 """Chat Completions, read and written: what each field means, and that of a wrong one comes an error that names it."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trivium.chat import message as chat
-from trivium.chat.completions import read_request, write_message
-from trivium.chat.message import Image, Options, ResponseFormat, Text, Tool, ToolCall
+from trivium.chat.completions import read_request, write_message, write_request
+from trivium.chat.message import Conversation, Image, Options, ResponseFormat, Text, Tool, ToolCall
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "enum": ["a", None, 1.5]}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "Of a city.", "parameters": SCHEMA, "strict": True}
@@ -37,6 +40,14 @@ BODY = {
         },
         {"role": "tool", "tool_call_id": "2", "content": "noon", "name": "clock"},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "18 C"}]},
+        {
+            "role": "assistant",
+            "content": "Well.",
+            "reasoning_details": [
+                {"type": "reasoning.text", "text": "Th", "id": "r", "format": "x", "index": 0, "signature": "s"},
+                {"type": "reasoning.text", "text": "ink."},
+            ],
+        },
         {"role": "assistant", "content": "It", "reasoning": "Say it.", "partial": True},
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -72,6 +83,7 @@ def test_a_request_is_read_whole():
         ),
         chat.tool_result("noon", call_id="2", name="clock"),
         chat.tool_result("18 C", call_id="1"),
+        chat.assistant("Well.", reasoning="Think."),
         chat.assistant("It", reasoning="Say it.", partial=True),
     )
     assert conversation.options == Options(
@@ -83,6 +95,74 @@ def test_a_request_is_read_whole():
         response_format=ResponseFormat(kind="json_schema", schema=SCHEMA, name="w", strict=True),
     )
     assert read_request(of()).options == Options()
+
+
+@given(st.data())
+def test_a_request_that_is_written_is_read_as_the_same_conversation(conversations, data):
+    conversation = data.draw(conversations)
+    body = write_request(conversation)
+    assert read_request(body) == conversation == read_request(json.loads(json.dumps(body)))
+
+
+def test_a_request_is_written_as_clients_know_it():
+    conversation = Conversation(
+        messages=(chat.user("Hi"),),
+        options=Options(
+            tools=(WEATHER,),
+            thinking=False,
+            effort="max",
+            tool_choice="required",
+            forced_tool="weather",
+            parallel_calls=False,
+            response_format=ResponseFormat(kind="json_schema", schema=SCHEMA, name="w", strict=True),
+        ),
+    )
+    assert write_request(conversation) == {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "w", "strict": True, "schema": SCHEMA}},
+        "reasoning_effort": "max",
+        "thinking": {"type": "disabled"},
+    }
+    assert write_request(replace(conversation, options=Options())) == of({"role": "user", "content": "Hi"})
+    write_request(conversation)["tools"][0]["function"]["parameters"]["type"] = "array"
+    assert conversation.options.tools == (WEATHER,)  # what is written is a copy
+
+
+@pytest.mark.parametrize(
+    "conversation, error",
+    [
+        (Conversation(messages=()), "messages: wanted at least one, got none"),
+        (
+            Conversation(messages=(chat.user("x"), chat.declare([Tool(name="f"), Tool(name="f.g")]))),
+            "messages[1].tools[1].function.name: of a tool in a message wanted letters, digits, _ and -",
+        ),
+        (
+            Conversation(
+                messages=(chat.user("x"),), options=Options(response_format=ResponseFormat(kind="text", strict=True))
+            ),
+            "response_format: text has no name and no strict",
+        ),
+    ],
+)
+def test_what_no_request_holds_is_named(conversation, error):
+    with pytest.raises(ValueError) as raised:
+        write_request(conversation)
+    assert str(raised.value).startswith(error)
+
+
+def test_a_tool_of_any_depth_is_written():
+    parameters = {}
+    for _ in range(99):  # as deep as a schema may be
+        parameters = {"a": parameters}
+    tool = Tool(name="f", parameters=parameters)
+    for said in (
+        Conversation(messages=(chat.declare([tool]),)),
+        Conversation(messages=(chat.user("x"),), options=Options(tools=(tool,))),
+    ):
+        assert read_request(write_request(said)) == said
 
 
 @given(st.data())
@@ -110,7 +190,8 @@ def test_what_is_written_is_nobodys_else():
 
 
 def test_of_a_wrong_request_comes_nothing_but_an_error_that_names_it(check_wrong_requests):
-    check_wrong_requests(read_request, BODY)
+    ignored = {"model", "temperature", "cache_control", "detail", "annotations", "index", "id", "format", "signature"}
+    check_wrong_requests(read_request, BODY, ignored)
 
 
 # --- Options ----------------------------------------------------------------------------------------------------
@@ -124,6 +205,7 @@ NESTED = {"type": "json_schema", "json_schema": {"schema": None, "json_schema": 
     [
         ({"tool_choice": "auto"}, {}),
         ({"tool_choice": None, "tools": None, "response_format": None, "thinking": None}, {}),
+        ({"chat_template_kwargs": {}, "reasoning": None, "system": ""}, {}),
         ({"tool_choice": "none"}, {"tool_choice": "none"}),
         ({"tool_choice": "required"} | TOOLS, {"tool_choice": "required", "tools": (Tool(name="f"),)}),
         ({"tools": []}, {}),
@@ -169,6 +251,7 @@ def test_options(given, wanted):
         ({"role": "assistant", "content": None, "tool_calls": None, "audio": None}, chat.assistant()),
         ({"role": "assistant", "reasoning_content": "a", "reasoning": "b"}, chat.assistant(reasoning="a")),
         ({"role": "assistant", "reasoning_content": "", "reasoning": "b"}, chat.assistant(reasoning="b")),
+        ({"role": "assistant", "reasoning_content": " \n", "reasoning": "b"}, chat.assistant(reasoning="b")),
         ({"role": "system", "content": "", "tools": [{"function": {"name": "f"}}]}, chat.declare([Tool(name="f")])),
         ({"role": "tool", "content": None, "tool": "t", "name": "n"}, chat.tool_result("", name="t")),
         ({"role": "tool", "content": "", "name": "n"}, chat.tool_result("", name="n")),
@@ -196,6 +279,34 @@ def test_messages(given, wanted):
     assert read_request(of(given)).messages == (wanted,)
 
 
+def detail(kind, **fields):
+    return {"type": f"reasoning.{kind}", "format": "x", "index": 0, "id": None} | fields
+
+
+HIDDEN = detail("encrypted", data="AA")
+
+
+@pytest.mark.parametrize(
+    "details, reasoning",
+    [
+        ([detail("text", text="THINK")], "THINK"),
+        ([detail("text", text="a", signature=None), detail("text", text="b", signature="s")], "ab"),
+        ([detail("text", text="a"), detail("text", text=None, signature="s"), HIDDEN], "a"),
+        ([detail("summary", summary="a"), HIDDEN, detail("summary", summary="b")], "a\n\nb"),
+        ([detail("summary", summary="a"), detail("text", text="b")], "b"),
+        ([detail("summary", summary="a"), detail("text", text=" ")], "a"),
+        ([detail("text", text="")], ""),
+        ([], ""),
+    ],
+)
+def test_reasoning_that_stands_in_details_alone_is_read(details, reasoning):
+    for blank in ({}, {"reasoning_content": None, "reasoning": " "}):
+        said = {"role": "assistant", "content": "x", "reasoning_details": details} | blank
+        assert read_request(of(said)).messages == (chat.assistant("x", reasoning=reasoning),)
+    said = {"role": "assistant", "reasoning_details": [*details, HIDDEN], "reasoning": "r"}
+    assert read_request(of(said)).messages == (chat.assistant(reasoning="r"),)
+
+
 def test_texts_side_by_side_are_one():
     parts = [{"type": "text", "text": text} for text in ("<|op", "", "en|>")]
     assert read_request(of({"role": "user", "content": parts})).messages == (chat.user("<|open|>"),)
@@ -217,6 +328,21 @@ def test_texts_side_by_side_are_one():
             "messages[0].refusal: wanted none: what the assistant said is content",
         ),
         ({"role": "user", "content": "x", "id": "1"}, "messages[0].id: unknown here"),
+        *[
+            (
+                {"role": "assistant", "content": "x", "reasoning_details": [hidden]},
+                "messages[0].reasoning_details: cannot be read, only who wrote it has its text: wanted reasoning.text or",
+            )
+            for hidden in (HIDDEN, detail("text", text="", signature="s"))
+        ],
+        (
+            {"role": "assistant", "reasoning_details": [detail("other", text="a")]},
+            "messages[0].reasoning_details[0].type: wanted one of reasoning.text, reasoning.summary, reasoning.encrypted",
+        ),
+        (
+            {"role": "assistant", "reasoning_details": [detail("text", text="a", summary="b")]},
+            "messages[0].reasoning_details[0].summary: unknown here",
+        ),
         ({"role": "user", "content": "x", "a b": 1}, "messages[0].'a b': unknown here"),
         ({"role": "user", "content": [{"text": "x"}]}, "messages[0].content[0].type: missing, wanted text"),
         (
@@ -287,8 +413,14 @@ def test_a_wrong_message_is_named(message, error):
         ({"reasoning_effort": "none"}, "reasoning_effort: wanted one of low, high, max, got 'none'"),
         ({"thinking": {"effort": "minimal"}}, "thinking.effort: wanted one of low, high, max, got 'minimal'"),
         ({"thinking": {"keep": "none"}}, "thinking.keep: wanted one of all, got 'none'"),
-        ({"functions": [{"name": "f"}]}, 'functions: no longer read, wanted tools: [{"type": "function", "function":'),
-        ({"function_call": "auto"}, "function_call: no longer read, wanted tool_choice"),
+        ({"functions": [{"name": "f"}]}, 'functions: not read, wanted tools: [{"type": "function", "function":'),
+        ({"function_call": "auto"}, "function_call: not read, wanted tool_choice"),
+        (
+            {"chat_template_kwargs": {"thinking": False}},
+            "chat_template_kwargs: not read, wanted thinking and reasoning_effort",
+        ),
+        ({"reasoning": {"effort": "low"}}, "reasoning: not read, wanted reasoning_effort, and thinking for none of it"),
+        ({"system": "Be brief."}, "system: not read, wanted a message of the system"),
         ({"response_format": "json_schema"}, "response_format: response format: json_schema wants a schema"),
         (
             {"response_format": {"type": "grammar"}},

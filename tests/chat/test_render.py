@@ -1,5 +1,6 @@
 """Rendering: the goldens, the format once more in plain words, and that no text of a client's becomes a control id."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from trivium.chat import anthropic, completions, responses
 from trivium.chat import message as chat
-from trivium.chat.message import Conversation, Image, Message, Tool, ToolCall
+from trivium.chat.message import Conversation, Image, Message, Options, Tool, ToolCall
 from trivium.chat.render import Content, Renderer, render, shown
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))["cases"]
@@ -261,51 +262,106 @@ def loop_of(num_turns: int) -> list[Message]:
     return messages
 
 
-def as_completions(messages):
-    written = [completions.write_message(message) for message in messages]
-    return {"messages": written, "tools": [SEARCH.to_json()], "reasoning_effort": "high"}
+DIALECTS = (completions, responses, anthropic)
+ARGUMENTS = {"n": 0, "q": "0\n", "deep": {"b": [1.5, None]}}
+TURN = {  # of loop_of(1), by hand
+    completions: {
+        "messages": [
+            {"role": "system", "content": "Use the tool."},
+            {"role": "user", "content": 'Find "it" & say <|end_of_msg|>.'},
+            {
+                "role": "assistant",
+                "content": "Turn 0.",
+                "reasoning_content": "\n think 0 <|close|>",
+                "tool_calls": [
+                    {
+                        "id": "call_0_0",
+                        "type": "function",
+                        "function": {
+                            "name": "search",
+                            "arguments": '{"n": 0, "q": "0\\n", "deep": {"b": [1.5, null]}}',
+                        },
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_0_0", "content": "found call_0_0"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "search", "description": "Finds things.", "parameters": SCHEMA},
+            }
+        ],
+        "reasoning_effort": "high",
+    },
+    responses: {
+        "input": [
+            {"role": "system", "content": "Use the tool."},
+            {"role": "user", "content": 'Find "it" & say <|end_of_msg|>.'},
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "\n think 0 <|close|>"}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "Turn 0.", "annotations": []}],
+            },
+            {
+                "type": "function_call",
+                "status": "completed",
+                "call_id": "call_0_0",
+                "name": "search",
+                "arguments": '{"n": 0, "q": "0\\n", "deep": {"b": [1.5, null]}}',
+            },
+            {"type": "function_call_output", "call_id": "call_0_0", "output": "found call_0_0"},
+        ],
+        "tools": [{"type": "function", "name": "search", "description": "Finds things.", "parameters": SCHEMA}],
+        "reasoning": {"effort": "high"},
+    },
+    anthropic: {
+        "system": "Use the tool.",
+        "messages": [
+            {"role": "user", "content": 'Find "it" & say <|end_of_msg|>.'},
+            {
+                "role": "assistant",
+                "content": [
+                    {
+                        "type": "thinking",
+                        "thinking": "\n think 0 <|close|>",
+                        "signature": hashlib.sha256(b"\n think 0 <|close|>").hexdigest(),
+                    },
+                    {"type": "text", "text": "Turn 0."},
+                    {"type": "tool_use", "id": "call_0_0", "name": "search", "input": ARGUMENTS},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "call_0_0", "content": "found call_0_0"}],
+            },
+        ],
+        "tools": [{"name": "search", "description": "Finds things.", "input_schema": SCHEMA}],
+        "output_config": {"effort": "high"},
+    },
+}
 
 
-def as_responses(messages):
-    items = []
-    for message in messages[1:]:
-        if message.role == "assistant":
-            items += responses.write_items(message)
-        elif message.role == "tool":
-            items.append({"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text})
-        else:
-            items.append({"role": message.role, "content": [{"type": "input_text", "text": message.text}]})
-    tool = {"type": "function", "name": SEARCH.name, "description": SEARCH.description, "parameters": SCHEMA}
-    return {"instructions": messages[0].text, "input": items, "tools": [tool], "reasoning": {"effort": "high"}}
-
-
-def as_anthropic(messages):
-    written = []
-    for role, run in itertools.groupby(messages[1:], key=lambda message: message.role):
-        if role == "tool":
-            content = [
-                {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.text} for message in run
-            ]
-            written.append({"role": "user", "content": content})
-        elif role == "assistant":
-            written += [{"role": role, "content": anthropic.write_content(message)} for message in run]
-        else:
-            written += [{"role": role, "content": message.text} for message in run]
-    tool = {"name": SEARCH.name, "description": SEARCH.description, "input_schema": SCHEMA}
-    return {"system": messages[0].text, "messages": written, "tools": [tool], "output_config": {"effort": "high"}}
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.__name__)
+def test_a_turn_is_written_as_the_dialect_has_it(dialect):
+    asked = Conversation(messages=tuple(loop_of(1)), options=Options(tools=(SEARCH,), effort="high"))
+    assert dialect.write_request(asked) == TURN[dialect]
 
 
 def test_a_loop_of_ten_turns_has_the_same_ids_in_all_dialects(renderer, tokenizer):
     before = ()
     for num_turns in range(11):
         messages = loop_of(num_turns)
-        body = as_completions(messages)
-        conversations = [
-            completions.read_request(body),
-            responses.read_request(as_responses(messages)),
-            anthropic.read_request(as_anthropic(messages)),
-        ]
-        assert all(conversation.messages == tuple(messages) for conversation in conversations)
+        asked = Conversation(messages=tuple(messages), options=Options(tools=(SEARCH,), effort="high"))
+        body = completions.write_request(asked)
+        conversations = [dialect.read_request(dialect.write_request(asked)) for dialect in DIALECTS]
+        assert conversations == [asked] * len(DIALECTS)
         prompts = {renderer.render(conversation) for conversation in conversations}
         assert len(prompts) == 1
         ids = prompts.pop().ids

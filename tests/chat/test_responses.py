@@ -1,12 +1,14 @@
 """Responses, read and written: which items make one message, and what each field means."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trivium.chat import message as chat
 from trivium.chat.message import Conversation, Image, Options, ResponseFormat, Text, Tool, ToolCall
-from trivium.chat.responses import read_request, write_items
+from trivium.chat.responses import read_request, write_items, write_request
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 BODY = {
@@ -86,6 +88,83 @@ def test_a_request_is_read_whole():
 
 
 @given(st.data())
+def test_a_request_that_is_written_is_read_as_the_same_conversation(foreign_conversations, data):
+    conversation = data.draw(foreign_conversations)
+    *messages, last = conversation.messages
+    messages.append(replace(last, partial=False))
+    conversation = Conversation(messages=messages, options=replace(conversation.options, thinking=True))
+    assert read_request(write_request(conversation)) == conversation
+
+
+@given(st.data())
+def test_what_is_not_read_as_the_same_is_not_written(conversations, data):
+    conversation = data.draw(conversations)
+    try:
+        body = write_request(conversation)
+    except ValueError:
+        return
+    assert read_request(body) == conversation
+
+
+def test_a_request_is_written_as_clients_know_it():
+    conversation = read_request(BODY)
+    items = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "In English."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "Here: "},
+                {"type": "input_image", "image_url": "data:image/png;base64,AA"},
+            ],
+        },
+        *write_items(conversation.messages[3]),
+        {"type": "function_call_output", "call_id": "2", "output": "no such city"},
+        {"type": "function_call_output", "call_id": "1", "output": "18 C"},
+        *write_items(conversation.messages[6]),
+        {"role": "user", "content": "And b?"},
+    ]
+    options = {name: BODY[name] for name in ("tools", "tool_choice", "parallel_tool_calls")}
+    assert write_request(conversation) == options | {
+        "input": items,
+        "text": {"format": BODY["text"]["format"]},
+        "reasoning": {"effort": "low"},
+    }
+    assert write_request(replace(conversation, options=Options())) == {"input": items}
+
+
+PICTURE = Image(source="x", width=1, height=1)
+ONE = Tool(name="f")
+
+
+@pytest.mark.parametrize(
+    "messages, error",
+    [
+        ([], "messages: wanted at least one, got none"),
+        ([chat.user("x", name="n")], "messages[0]: a name has no place in Responses"),
+        ([chat.user("x"), chat.declare([ONE])], "messages[1]: declaring tools has no place in Responses"),
+        ([chat.tool_result("x", name="t")], "messages[0]: a name has no place in Responses"),
+        (
+            [chat.assistant(tool_calls=[ToolCall(id="1", name="f", arguments={})]), chat.tool_result("x")],
+            "messages[1]: a result without tool_call_id has no place in Responses",
+        ),
+        ([chat.user([PICTURE])], "messages[0]: a picture's size has no place in Responses"),
+        ([chat.assistant("x")] * 2, "messages[1]: an answer right behind another has no place in Responses"),
+        ([chat.user("x"), chat.assistant("x", partial=True)], "messages[1]: partial has no place in Responses"),
+    ],
+)
+def test_what_no_request_holds_is_named(messages, error):
+    with pytest.raises(ValueError) as raised:
+        write_request(Conversation(messages=messages))
+    assert str(raised.value) == error
+
+
+def test_thinking_cannot_be_turned_off():
+    with pytest.raises(ValueError, match=r"^thinking: wanted true, there is no place in Responses to turn it off$"):
+        write_request(Conversation(messages=(chat.user("x"),), options=Options(thinking=False)))
+
+
+@given(st.data())
 def test_what_is_written_is_read_as_the_same_message(answers, data):
     answer = data.draw(answers)
     items = write_items(answer)
@@ -110,7 +189,8 @@ def test_items_stand_in_order_and_reasoning_is_no_summary():
 
 
 def test_of_a_wrong_request_comes_nothing_but_an_error_that_names_it(check_wrong_requests):
-    check_wrong_requests(read_request, BODY)
+    ignored = {"model", "store", "detail", "id", "status", "annotations", "logprobs", "verbosity", "summary"}
+    check_wrong_requests(read_request, BODY, ignored)
 
 
 # --- Which items make one message -------------------------------------------------------------------------------
@@ -155,6 +235,9 @@ def result(id):
          [chat.assistant(reasoning="r"), chat.user("u"), chat.assistant("w")]),
         ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": []}],
          [chat.assistant(reasoning="s")]),
+        ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": text} for text in ("**Plan**", "**Do**")],
+           "content": [{"type": "reasoning_text", "text": ""}], "encrypted_content": "x"}],
+         [chat.assistant(reasoning="**Plan**\n\n**Do**")]),
         ([{"type": "reasoning", "content": [{"type": "text", "text": "r"}]}], [chat.assistant(reasoning="r")]),
         ([THINKING | {"encrypted_content": "x"}], [chat.assistant(reasoning="r")]),
         ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}],

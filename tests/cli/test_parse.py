@@ -60,8 +60,37 @@ def test_what_was_rendered_is_read_back(run, capsys, monkeypatch, body, piped):
             call["id"] = ""
         message.pop("tool_call_id", None)
     assert content["messages"] == want
-    assert content["tools"] == body.get("tools", [])
+    assert content.get("tools") == body.get("tools")
     assert content["channel"] == ("think" if conversation.options.thinking else "response")
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "number"}}}
+ASKED = {
+    **with_tool(2, 3),
+    "reasoning_effort": "low",
+    "tool_choice": "required",
+    "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+}
+PICTURE = {"type": "image_url", "image_url": {"url": "x", "width": 640, "height": 480}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ASKED,
+        {**ASKED, "messages": ASKED["messages"][:-1]},
+        {**plain(7), "thinking": False, "tool_choice": "none", "response_format": {"type": "json_object"}},
+        {**plain(7), "add_generation_prompt": False, "reasoning_effort": "max"},
+        {"messages": [{"role": "user", "content": [PICTURE]}, {"role": "system", "tools": [ADD]}]},
+        {"messages": [*plain(7)["messages"], {"role": "assistant", "content": "Be", "partial": True}]},
+    ],
+)
+def test_a_prompt_that_is_read_back_renders_to_the_same_ids(run, capsys, body):
+    rendered = main(capsys, "render", write(body, "messages.json"), "--run", run, "--json")[1]
+    parsed = main(capsys, "parse", write(json.loads(rendered)), "--run", run, "--as", "prompt")[1]
+    again = main(capsys, "render", write(json.loads(parsed), "again.json"), "--run", run, "--json")
+    assert json.loads(again[1])["ids"] == json.loads(rendered)["ids"] and (again[0], again[2]) == (0, "")
+    assert json.loads(parsed)["channel"] == json.loads(rendered)["channel"]
 
 
 def test_an_answer_by_hand(run, capsys):

@@ -3,7 +3,8 @@
 Of a request, these fields are chat's: messages, tools, tool_choice, parallel_tool_calls, response_format,
 reasoning_effort, thinking; and of the released encoder thinking as a boolean, thinking_effort, image_prompts. All
 others at the top are ignored: sampling and serving are the server's, add_generation_prompt is for who calls `render`.
-But functions and function_call, which are now tools and tool_choice, are an error: they would say something to the model.
+But functions and function_call, which are now tools and tool_choice, are an error, and so are chat_template_kwargs,
+reasoning and system, which other servers read: they would say something to the model.
 Inside messages, parts, tools, calls and options an unknown field is an error, unless it is null or one of `HARMLESS`.
 """
 
@@ -18,6 +19,7 @@ from trivium.chat import strict_json
 from trivium.chat.fields import (
     EFFORTS,
     Fields,
+    check_writable,
     conversation,
     path_of_errors,
     read_call,
@@ -27,6 +29,8 @@ from trivium.chat.fields import (
     read_text,
     read_tool,
     shown,
+    write_schema,
+    write_tool,
 )
 from trivium.chat.message import (
     Conversation,
@@ -42,9 +46,7 @@ from trivium.chat.message import (
     ToolCall,
 )
 
-HARMLESS = frozenset(
-    {"annotations", "cache_control", "detail", "extras", "index", "provider_specific_fields", "reasoning_details"}
-)
+HARMLESS = frozenset({"annotations", "cache_control", "detail", "extras", "index", "provider_specific_fields"})
 DECLARED_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,255}")
 NEEDLE = "<|kimi_image_placeholder|>"
 
@@ -54,20 +56,37 @@ def read_request(body: dict[str, Any]) -> Conversation:
 
     A tool at the top may have any name, since Unicode is rendered and parsed without loss; one that a message declares
     has a name of `DECLARED_NAME`, as Moonshot's own API wants it. `thinking.budget_tokens` says nothing to the model.
-    `developer` is the system. `reasoning_content` comes before `reasoning`, a tool's `tool` before its `name`, and
-    `thinking.effort` before `reasoning_effort` and `thinking_effort`. An image_url may say width and height, and
-    `image_prompts` say those of all pictures in order: then the needle in a text is a picture too, but for the
-    assistant's. A size is the client's word until somebody has opened the picture.
+    `developer` is the system. Of `reasoning_content`, `reasoning` and `reasoning_details` the first that has words is
+    the reasoning. A tool's `tool` comes before its `name`, and `thinking.effort` before `reasoning_effort` and
+    `thinking_effort`. An image_url may say width and height, and `image_prompts` say those of all pictures in order:
+    then the needle in a text is a picture too, but for the assistant's. A size is the client's word until somebody has
+    opened the picture.
     """
     request = Fields(body, harmless=HARMLESS)
     request.refuse("functions", 'tools: [{"type": "function", "function": ...}]')
     request.refuse("function_call", "tool_choice")
+    request.refuse("chat_template_kwargs", "thinking and reasoning_effort")
+    request.refuse("reasoning", "reasoning_effort, and thinking for none of it")
+    request.refuse("system", "a message of the system")
     said = [(fields.path, _read_message(fields)) for fields in request.some("messages")]
     prompts = request.get("image_prompts", list)
     if prompts is not None:
         messages = _with_sizes([message for _, message in said], prompts)
         said = [(path, message) for (path, _), message in zip(said, messages, strict=True)]
     return conversation(said, _read_options(request))
+
+
+def write_request(conversation: Conversation) -> dict[str, Any]:
+    """A request that is read as this conversation, without the options that are as they are by default.
+
+    Raises ValueError where there is no message, and for a tool in a message whose name is no `DECLARED_NAME`.
+    """
+    check_writable(conversation)
+    for index, message in enumerate(conversation.messages):
+        for at, tool in enumerate(message.tools):
+            _check_declared(tool, f"messages[{index}].tools[{at}].function.name")
+    messages = [write_message(message) for message in conversation.messages]
+    return {"messages": messages, **_write_options(conversation.options)}
 
 
 def write_message(message: Message) -> dict[str, Any]:
@@ -78,7 +97,7 @@ def write_message(message: Message) -> dict[str, Any]:
     if message.name:
         written["name"] = message.name
     if message.tools:
-        return written | {"tools": [strict_json.copy_of(tool.to_json(), "tools") for tool in message.tools]}
+        return written | {"tools": [_write_function(tool) for tool in message.tools]}
     written["content"] = [_write_part(part) for part in message.content] if message.images else message.text
     if message.reasoning:
         written["reasoning_content"] = message.reasoning
@@ -115,12 +134,16 @@ def _read_system(fields: Fields) -> Message:
 
 def _read_declared(fields: Fields) -> Tool:
     tool = _read_function(fields)
+    _check_declared(tool, fields.at("function.name"))
+    return tool
+
+
+def _check_declared(tool: Tool, path: str) -> None:
     if not DECLARED_NAME.fullmatch(tool.name):
         raise ValueError(
-            f"{fields.at('function.name')}: of a tool in a message wanted letters, digits, _ and -, the first one a "
-            f"letter or _, all of ASCII, got {shown(tool.name)}"
+            f"{path}: of a tool in a message wanted letters, digits, _ and -, the first one a letter or _, all of "
+            f"ASCII, got {shown(tool.name)}"
         )
-    return tool
 
 
 def _read_user(fields: Fields) -> Message:
@@ -128,17 +151,46 @@ def _read_user(fields: Fields) -> Message:
 
 
 def _read_assistant(fields: Fields) -> Message:
-    reasoning, alias = fields.get("reasoning_content", str), fields.get("reasoning", str)
     if fields.get("refusal", str):
         raise ValueError(f"{fields.at('refusal')}: wanted none: what the assistant said is content")
     return Message(
         role="assistant",
         content=tuple(read_content(fields, "content", {"text": read_text})),
         name=fields.get("name", str) or "",
-        reasoning=reasoning or alias or "",
+        reasoning=_read_reasoning(fields),
         tool_calls=tuple(_read_call(call) for call in fields.each("tool_calls")),
         partial=fields.get("partial", bool) or False,
     )
+
+
+def _read_reasoning(fields: Fields) -> str:
+    """What has words of reasoning_content and reasoning; where neither has, the details, which else repeat it."""
+    said = (fields.get("reasoning_content", str), fields.get("reasoning", str))
+    fields.get("reasoning_details", list)
+    return next((text for text in said if text and text.strip()), None) or _read_details(fields)
+
+
+def _read_details(fields: Fields) -> str:
+    """OpenRouter's details: their texts, where none has words their summaries."""
+    said: dict[str, list[str]] = {kind: [] for kind in _DETAILS}
+    is_hidden = False
+    for detail in fields.each("reasoning_details"):
+        detail.need("type", str)
+        kind = detail.choice("type", tuple(_DETAILS))
+        text = detail.get(_DETAILS[kind], str)
+        if text:
+            said[kind].append(text)
+        is_hidden |= bool(detail.get("signature", str)) or kind == "reasoning.encrypted"
+        detail.close("id", "format")
+    reasoning = "".join(said["reasoning.text"])
+    if not reasoning.strip():
+        reasoning = "\n\n".join(said["reasoning.summary"])
+    if is_hidden and not reasoning.strip():
+        raise ValueError(
+            f"{fields.at('reasoning_details')}: cannot be read, only who wrote it has its text: wanted reasoning.text "
+            "or reasoning.summary"
+        )
+    return reasoning
 
 
 def _read_tool_result(fields: Fields) -> Message:
@@ -151,6 +203,11 @@ def _read_tool_result(fields: Fields) -> Message:
     )
 
 
+_DETAILS: Mapping[str, str] = {
+    "reasoning.text": "text",
+    "reasoning.summary": "summary",
+    "reasoning.encrypted": "data",
+}
 _OF_ROLE: Mapping[str, Callable[[Fields], Message]] = {
     "system": _read_system,
     "developer": _read_system,
@@ -300,3 +357,28 @@ def _read_format(request: Fields) -> ResponseFormat:
         return read_schema(wanted, "json_schema")  # the schema itself, which the released encoder takes there too
     wanted.close()
     return read_schema(nested)
+
+
+def _write_options(options: Options) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    if options.tools:
+        written["tools"] = [_write_function(tool) for tool in options.tools]
+    if options.forced_tool is not None:
+        written["tool_choice"] = {"type": "function", "function": {"name": options.forced_tool}}
+    elif options.tool_choice != "auto":
+        written["tool_choice"] = options.tool_choice
+    if not options.parallel_calls:
+        written["parallel_tool_calls"] = False
+    if options.response_format.schema is not None:
+        written["response_format"] = {"type": "json_schema", "json_schema": write_schema(options.response_format)}
+    elif options.response_format.kind != "text":
+        written["response_format"] = {"type": options.response_format.kind}
+    if options.effort is not None:
+        written["reasoning_effort"] = options.effort
+    if not options.thinking:
+        written["thinking"] = {"type": "disabled"}
+    return written
+
+
+def _write_function(tool: Tool) -> dict[str, Any]:
+    return {"type": "function", "function": write_tool(tool)}

@@ -1,10 +1,11 @@
-"""Fields: the JSON objects of a request, read field by field, and what the dialects read alike.
+"""Fields: the JSON objects of a request, read field by field, and what the dialects read and write alike.
 
 Whatever is wrong with a request is a ValueError that begins with the path of the field: `messages[3].content[1].text`.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,9 +106,13 @@ class Fields:
         return self.each(name)
 
     def refuse(self, name: str, instead: str) -> None:
-        """Raise ValueError for a field that the dialect had once, and say where its meaning stands now."""
-        if name in self:
-            raise ValueError(f"{self.at(name)}: no longer read, wanted {instead}")
+        """Raise ValueError for a field that would say something to the model but is not read, and say what is.
+
+        One that is empty says nothing.
+        """
+        self._asked[name] = None
+        if self._values.get(name) not in (None, "", [], {}):
+            raise ValueError(f"{self.at(name)}: not read, wanted {instead}")
 
     def close(self, *harmless: str) -> None:
         """Raise ValueError for a field that nobody asked for."""
@@ -241,6 +246,51 @@ def conversation(said: Sequence[tuple[str, Message]], options: Options, tools: S
         paths |= {f"tools[{index}]": path for index, path in enumerate(tools)}
         text = re.sub(r"^\w+\[\d+\]", lambda found: paths.get(found[0], found[0]), str(error))
         raise ValueError(text) from error
+
+
+# --- What the dialects write alike ------------------------------------------------------------------------------------
+
+
+def check_writable(conversation: Conversation) -> None:
+    """Raise ValueError for what a request of no dialect can hold."""
+    if not conversation.messages:
+        raise ValueError("messages: wanted at least one, got none")
+    wanted = conversation.options.response_format
+    if wanted.schema is None and (wanted.name or wanted.strict is not None):
+        raise ValueError(f"response_format: {wanted.kind} has no name and no strict: a schema has them")
+
+
+def check_foreign(conversation: Conversation, dialect: str) -> None:
+    """Raise ValueError that names the message for what has a place in Completions alone."""
+    check_writable(conversation)
+    messages = conversation.messages
+    for index, message in enumerate(messages):
+        for thing, is_there in {
+            "a name": bool(message.name),
+            "declaring tools": bool(message.tools),
+            "a result without tool_call_id": message.role == "tool" and message.tool_call_id is None,
+            "a picture's size": any(image.width is not None for image in message.images),
+            "an answer right behind another": message.role == "assistant"
+            and index > 0
+            and messages[index - 1].role == "assistant",
+        }.items():
+            if is_there:
+                raise ValueError(f"messages[{index}]: {thing} has no place in {dialect}")
+
+
+def write_tool(tool: Tool, schema: str = "parameters") -> dict[str, Any]:
+    """A tool, its arguments described under that name."""
+    parameters = copy.deepcopy(tool.parameters)
+    return _given({"name": tool.name, "description": tool.description, schema: parameters, "strict": tool.strict})
+
+
+def write_schema(wanted: ResponseFormat) -> dict[str, Any]:
+    """A response format's schema, with its name and whether it is strict."""
+    return _given({"name": wanted.name or None, "strict": wanted.strict, "schema": copy.deepcopy(wanted.schema)})
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 # --- Values -----------------------------------------------------------------------------------------------------------

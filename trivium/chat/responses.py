@@ -16,6 +16,7 @@ from typing import Any, get_args
 from trivium.chat.completions import arguments_text
 from trivium.chat.fields import (
     Fields,
+    check_foreign,
     conversation,
     folded,
     read_call,
@@ -26,6 +27,8 @@ from trivium.chat.fields import (
     read_schema,
     read_text,
     read_tool,
+    write_schema,
+    write_tool,
 )
 from trivium.chat.message import (
     Conversation,
@@ -69,6 +72,23 @@ def read_request(body: dict[str, Any]) -> Conversation:
     return conversation(said, _read_options(request), [tool.path for tool in _functions(request)])
 
 
+def write_request(conversation: Conversation) -> dict[str, Any]:
+    """A request that is read as this conversation, without the options that are as they are by default.
+
+    Raises ValueError that names the message, or the option, for what has no place there: names, tools that a message
+    declares, results without tool_call_id, sizes of pictures, answers side by side, a partial one; thinking turned off.
+    """
+    check_foreign(conversation, "Responses")
+    if not conversation.options.thinking:
+        raise ValueError("thinking: wanted true, there is no place in Responses to turn it off")
+    items: list[dict[str, Any]] = []
+    for index, message in enumerate(conversation.messages):
+        if message.partial:
+            raise ValueError(f"messages[{index}]: partial has no place in Responses")
+        items += write_items(message) if message.role == "assistant" else [_write_item(message)]
+    return {"input": items, **_write_options(conversation.options)}
+
+
 def write_items(message: Message) -> list[dict[str, Any]]:
     """The items of the assistant's message, without ids, which the server gives: read, they are the same message.
 
@@ -110,10 +130,12 @@ def _read_message(item: Fields) -> Message:
 
 
 def _read_reasoning(item: Fields) -> Message:
-    """The reasoning itself, where it is not there its summary. What is encrypted beside them says nothing more."""
+    """The reasoning itself, where it has no words its summary. What is encrypted beside them says nothing more."""
     reasoning = read_content(item, "content", {"reasoning_text": read_text, "text": read_text})
     summary = read_content(item, "summary", {"summary_text": read_text})
-    text = "".join(part.text for part in reasoning or summary)
+    text = "".join(part.text for part in reasoning)
+    if not text.strip():
+        text = "\n\n".join(part.text for part in summary)
     if item.get("encrypted_content", str) and not text.strip():
         raise ValueError(
             f"{item.at('encrypted_content')}: cannot be read, only who wrote it has its text: wanted content or summary"
@@ -154,6 +176,19 @@ _REFUSED: Mapping[str, str] = {
 _WORDS: Mapping[str, Callable[[Fields], Text]] = {"input_text": read_text, "output_text": read_text}
 _OF_ASSISTANT: Mapping[str, Callable[[Fields], Text]] = {**_WORDS, "refusal": _read_refusal}
 _PARTS: Mapping[str, Callable[[Fields], Part]] = {**_WORDS, "input_image": _read_image}
+
+
+def _write_item(message: Message) -> dict[str, Any]:
+    content = [_write_part(part) for part in message.content] if message.images else message.text
+    if message.role == "tool":
+        return {"type": "function_call_output", "call_id": message.tool_call_id, "output": content}
+    return {"role": message.role, "content": content}
+
+
+def _write_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "input_text", "text": part.text}
+    return {"type": "input_image", "image_url": part.source}
 
 
 def _with_late_outputs(said: list[tuple[str, Message]]) -> list[tuple[str, Message]]:
@@ -209,3 +244,22 @@ def _read_format(text: Fields) -> ResponseFormat:
         return read_schema(fields)
     fields.close()
     return ResponseFormat(kind=kind)
+
+
+def _write_options(options: Options) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    if options.tools:
+        written["tools"] = [{"type": "function"} | write_tool(tool) for tool in options.tools]
+    if options.forced_tool is not None:
+        written["tool_choice"] = {"type": "function", "name": options.forced_tool}
+    elif options.tool_choice != "auto":
+        written["tool_choice"] = options.tool_choice
+    if not options.parallel_calls:
+        written["parallel_tool_calls"] = False
+    if options.response_format.schema is not None:
+        written["text"] = {"format": {"type": "json_schema"} | write_schema(options.response_format)}
+    elif options.response_format.kind != "text":
+        written["text"] = {"format": {"type": options.response_format.kind}}
+    if options.effort is not None:
+        written["reasoning"] = {"effort": options.effort}
+    return written

@@ -33,8 +33,11 @@ def parse(
         Path | None, typer.Option(help="the tools that are declared, as JSON; else a call of any is taken")
     ] = None,
 ) -> None:
-    """Read token ids back: what is reasoning, what is said, which calls are whole, and what is wrong with the rest."""
-    from trivium.chat.completions import read_request, write_message
+    """Read token ids back: what is reasoning, what is said, which calls are whole, and what is wrong with the rest.
+
+    A prompt is printed as a request that `trivium render` takes, with the channel that its answer begins in.
+    """
+    from trivium.chat.completions import read_request, write_request
     from trivium.chat.parse import parse as parsed
     from trivium.chat.tokenizer import Tokenizer
     from trivium.chat.transcript import read_transcript
@@ -49,11 +52,9 @@ def parse(
     tokenizer = Tokenizer.from_folder(run)
     if what is What.prompt:
         transcript = read_transcript(body, tokenizer)
-        content = {
-            "messages": [write_message(message) for message in transcript.conversation.messages],
-            "tools": [tool.to_json() for tool in transcript.conversation.options.tools],
-            "channel": transcript.channel,
-        }
+        content = {**write_request(transcript.conversation), "channel": transcript.channel}
+        if transcript.channel is None:
+            content["add_generation_prompt"] = False
     else:
         asked = {"role": "user", "content": ""}  # a request wants a message
         declared = (
