@@ -4,6 +4,8 @@ DeepSpeed#8437: each process made its own shard orthogonal. Of the kind: every l
 shards that are uneven or empty, gradients that are zero, the way through FSDP2, and AdamW beside it.
 """
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -136,6 +138,14 @@ def one_update(grad, lay, cut=None):
     return -numbers(weight)
 
 
+full_tensor = DTensor.full_tensor
+
+
+def column_by_column(x):
+    """All of a tensor, in memory as torch 2.11 gathers what is cut by columns."""
+    return full_tensor(x).mT.contiguous().mT
+
+
 def everything(world):
     """What one process finds out of all that is tested here."""
     found = {}
@@ -145,6 +155,8 @@ def everything(world):
     for name, placements in LAYOUTS.items():
         if (mesh := meshes.get(len(placements))) is not None:
             found[name] = trained(lambda x, mesh=mesh, placements=placements: distribute_tensor(x, mesh, placements))
+    with patch.object(DTensor, "full_tensor", column_by_column):
+        found["columns, so in memory"] = trained(lambda x: distribute_tensor(x, world.mesh, LAYOUTS["columns"]))
     for case in SMALL:
         found[case] = trained_small(world.rank, world.size, *case, world.mesh)
     found["large"] = one_update(large_grad(), lambda x: distribute_tensor(x, world.mesh, [Shard(0)]))
@@ -160,7 +172,7 @@ def found(request):
     return on_processes(request.param, everything)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "columns, so in memory"])
 def test_every_layout_gives_what_one_process_gives(found, layout):
     if layout not in found[0]:
         pytest.skip("two dims of a mesh want four processes")

@@ -147,7 +147,7 @@ class Muon(torch.optim.Optimizer):
             grad = grad.redistribute(placements=weight.placements)
         _local(average).lerp_(_local(grad), 1 - momentum)
         if _is_cut_otherwise(weight):  # every process does all of it, and keeps what is its own
-            return _Matrix(*(x.full_tensor().flatten(0, -2) for x in (weight, grad, average)))
+            return _Matrix(*(x.full_tensor().contiguous().flatten(0, -2) for x in (weight, grad, average)))
         return _Matrix(*(_local(x).contiguous().flatten(0, -2) for x in (weight, grad, average)))
 
 
