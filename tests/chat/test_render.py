@@ -375,6 +375,17 @@ def test_a_loop_of_ten_turns_has_the_same_ids_in_all_dialects(renderer, tokenize
         before = ids
 
 
+@pytest.mark.parametrize("dialect", [completions, responses, anthropic])
+@given(data=st.data())
+def test_what_is_not_read_as_the_same_is_not_written(conversations, dialect, data):
+    conversation = data.draw(conversations)
+    try:
+        body = dialect.write_request(conversation)
+    except ValueError:
+        return
+    assert dialect.read_request(body) == conversation
+
+
 # --- No text of a client's becomes a control id (B017, B019) ----------------------------------------------------
 
 NAMES = [

@@ -246,9 +246,7 @@ class CallArguments:
         self._tool = tool
         self._keys: set[str] = set()
         self._has_json = False
-        self._last = (
-            ""  # of a json element the last bracket and what follows it: sent if nothing is wrong with the call
-        )
+        self._last = ""  # of a json element the last bracket and what follows it: sent at the end of a sound call
         self._problems: dict[str, None] = {}  # in order, each once
 
     def spoil(self, problem: str) -> None:
